@@ -1,0 +1,45 @@
+"""oomph: what training a GPT needs, before it runs.
+
+    import oomph
+    plan = oomph.plan("gpt2", "RTX 4070")
+    plan.memory.fits, plan.time.hours
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oomph.config import TrainConfig as TrainConfig
+    from oomph.config import load as load_config
+    from oomph.devices import Device as Device
+    from oomph.devices import find as find_gpu
+    from oomph.errors import InputError as InputError
+    from oomph.planner import Plan as Plan
+    from oomph.planner import plan as plan
+
+__version__ = "0.1.0"
+
+# Public names and where they live: imported when they are first used, so that `import oomph` takes no time.
+_HOMES = {
+    "Device": ("oomph.devices", "Device"),
+    "InputError": ("oomph.errors", "InputError"),
+    "Plan": ("oomph.planner", "Plan"),
+    "TrainConfig": ("oomph.config", "TrainConfig"),
+    "find_gpu": ("oomph.devices", "find"),
+    "load_config": ("oomph.config", "load"),
+    "plan": ("oomph.planner", "plan"),
+}
+__all__ = ["Device", "InputError", "Plan", "TrainConfig", "__version__", "find_gpu", "load_config", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'oomph' has no attribute '{name}'")
+    module, attribute = _HOMES[name]
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value

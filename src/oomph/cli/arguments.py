@@ -1,0 +1,71 @@
+"""A verb's own options, and any config key beside them as `--key=value`, exactly as nanoGPT takes them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from oomph.config import KEYS, Override
+from oomph.errors import InputError, Problem, nearest
+
+
+class VerbParser(argparse.ArgumentParser):
+    """argparse, with errors of our own kind and no guessing of abbreviations."""
+
+    def __init__(self, verb: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"oomph {verb}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(Problem(self.prog, message, allowed=f"what {self.prog} --help lists"))
+
+    def options(self) -> set[str]:
+        """The names this verb takes for itself, without dashes."""
+        return {option.lstrip("-") for action in self._actions for option in action.option_strings}
+
+    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[Override]]:
+        """The verb's own options, and the config keys among the arguments."""
+        rest, overrides = split_keys(argv, self.options())
+        return self.parse_args(rest), overrides
+
+
+def split_keys(argv: Sequence[str], own: set[str]) -> tuple[list[str], list[Override]]:
+    """Arguments that are the verb's own, and `--key=value` or `--key value` for config keys; all problems at once."""
+    rest: list[str] = []
+    overrides: list[Override] = []
+    problems: list[Problem] = []
+    position = 0
+    while position < len(argv):
+        argument = argv[position]
+        position += 1
+        if not argument.startswith("--") or argument == "--":
+            rest.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        if name in own:
+            rest.append(f"--{name}{equals}{value}")
+        elif name not in KEYS:
+            known = [f"--{key}" for key in (*sorted(own), *KEYS)]
+            problems.append(Problem(argument, f"unknown option or config key '{name}'", nearest=nearest(f"--{name}", known)))
+            position += not equals and _is_value(argv, position)
+        elif equals:
+            overrides.append((name, value, argument))
+        elif _is_value(argv, position):
+            overrides.append((name, argv[position], f"{argument} {argv[position]}"))
+            position += 1
+        else:
+            problems.append(Problem(argument, "needs a value", allowed=f"--{name}=VALUE"))
+    if problems:
+        raise InputError(problems)
+    return rest, overrides
+
+
+def _is_value(argv: Sequence[str], position: int) -> bool:
+    return position < len(argv) and not argv[position].startswith("--")

@@ -1,0 +1,75 @@
+"""`oomph VERB …`: find the verb, run it, turn what happened into an exit code.
+
+0 done; 1 the answer is no; 2 the input is wrong; 3 it failed while running; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from oomph.errors import InputError, Problem, nearest
+
+DONE, NO, WRONG_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+
+VERBS = {
+    "plan": "what a training run needs: does it fit, what fills the memory, how long, what it costs",
+    "gpus": "the cards oomph knows, or one of them with the source of each figure",
+}
+
+USAGE = """\
+usage: oomph VERB [...]
+
+What training a GPT needs, before it runs.
+
+{verbs}
+
+  oomph plan gpt2 --gpu "RTX 4070"                     a preset on a card
+  oomph plan config/train_gpt2.py --gpu 4070 --batch_size=8   a nanoGPT config, one key changed
+  oomph VERB --help                                    what a verb takes
+  oomph --version
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except InputError as error:
+        print("\n".join(f"ERROR: {problem}" for problem in error.problems), file=sys.stderr)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`oomph gpus | head`): not our failure. Keep Python from flushing into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as error:
+        if os.environ.get("OOMPH_TRACEBACK"):
+            raise
+        print(
+            f"ERROR: oomph failed: {type(error).__name__}: {error}\n"
+            "This is a fault of oomph, not of your input. OOMPH_TRACEBACK=1 shows where.",
+            file=sys.stderr,
+        )
+        return FAILED
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE.format(verbs="\n".join(f"  {verb:8}{what}" for verb, what in VERBS.items())), end="")
+        return DONE if arguments else WRONG_INPUT
+    verb = arguments[0]
+    if verb in ("-V", "--version"):
+        from oomph import __version__
+
+        print(f"oomph {__version__}")
+        return DONE
+    if verb not in VERBS:
+        raise InputError(Problem("oomph", f"unknown verb '{verb}'", allowed=", ".join(VERBS), nearest=nearest(verb, list(VERBS))))
+    run: Callable[[list[str]], int] = import_module(f"oomph.cli.{verb}").run
+    return run(arguments[1:])

@@ -1,0 +1,157 @@
+"""`oomph plan`: what a training run needs, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from oomph import config as configs
+from oomph import devices
+from oomph.cli.arguments import VerbParser
+from oomph.config import LoadedConfig
+from oomph.devices import Device
+from oomph.errors import InputError, Problem
+from oomph.planner import Plan, plan
+from oomph.predict.cost import PRICE_PER_KWH
+
+OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}
+
+
+def run(argv: list[str]) -> int:
+    """Plan, print, and say with the exit code whether the chosen trainer fits."""
+    parser = _parser()
+    if "--help" in argv or "-h" in argv:
+        parser.epilog = keys_help()
+    options, overrides = parser.parse(argv)
+    loaded = configs.load(options.sources, overrides)
+    device = device_from(options, loaded)
+    make = _planner(options, device)
+    asked = make(loaded)
+    if options.json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(asked.to_dict()), indent=2).decode())
+    if options.svg or not options.json:
+        _report(options, [asked, make(configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer]))])
+    return 1 if asked.memory.fits is False else 0
+
+
+def _planner(options: argparse.Namespace, device: Device) -> Callable[[LoadedConfig], Plan]:
+    def make(loaded: LoadedConfig) -> Plan:
+        return plan(
+            loaded,
+            device,
+            reserve_mib=options.reserve_mib,
+            step_ms=options.step_ms,
+            price_kwh=options.price_kwh,
+            currency=options.currency,
+        )
+
+    return make
+
+
+def _report(options: argparse.Namespace, plans: list[Plan]) -> None:
+    from oomph.report.summary import summarise
+
+    summary = summarise(plans)
+    if options.svg:
+        from oomph.files import write_whole
+        from oomph.report.svg import to_svg
+
+        write_whole(Path(options.svg), to_svg(summary).encode())
+    if options.markdown:
+        from oomph.report.markdown import to_markdown
+
+        print(to_markdown(summary), end="")
+    elif not options.json:
+        from oomph.report.terminal import print_summary
+
+        print_summary(summary)
+    if options.svg:
+        print(f"wrote {options.svg}", file=sys.stderr)
+
+
+def device_from(options: argparse.Namespace, loaded: LoadedConfig) -> Device:
+    """The device the options name, by name or by numbers, or the machine's own."""
+    given = {
+        "mib": options.gpu_mib,
+        "tflops": options.gpu_tflops,
+        "gbs": options.gpu_gbs,
+        "watts": options.gpu_watts,
+    }
+    on_cpu = loaded.config.device.startswith("cpu")
+    if on_cpu and (options.gpu or any(value is not None for value in given.values())):
+        where = loaded.sources.get("device", "device")
+        raise InputError(Problem(where, "device is the CPU, but a GPU is named too", found=f"--gpu {options.gpu}", allowed="one of the two"))
+    if any(value is not None for value in given.values()):
+        return devices.custom(options.gpu, **given)
+    if options.gpu:
+        return devices.find(options.gpu)
+    return devices.detect(loaded.config.device)
+
+
+def _parser() -> VerbParser:
+    parser = VerbParser("plan", "What a training run needs: memory, time, money; nanoGPT and oomph train side by side.")
+    add_source(parser)
+    add_device(parser)
+    parser.add_argument("--step_ms", type=positive, metavar="MS", help="a measured step time, instead of the predicted one")
+    parser.add_argument("--price_kwh", type=positive, default=PRICE_PER_KWH, metavar="PRICE", help="of electricity; default %(default)s")
+    parser.add_argument("--currency", default="USD", help="of that price; default %(default)s")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="the plan of the chosen trainer as JSON")
+    output.add_argument("--markdown", action="store_true", help="the report as Markdown")
+    parser.add_argument("--svg", metavar="FILE", help="write the memory picture there too")
+    return parser
+
+
+def add_source(parser: VerbParser) -> None:
+    """The config: presets and files, later over earlier."""
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="CONFIG",
+        help="a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a nanoGPT .py file (read, never run), a .toml, a Hugging "
+        "Face config.json or a nanoGPT checkpoint; several are laid over each other",
+    )
+
+
+def add_device(parser: VerbParser) -> None:
+    """The card: by name, or by numbers."""
+    parser.add_argument("--gpu", metavar="NAME", help="a card as people or nvidia-smi write it; without it, this machine's")
+    parser.add_argument("--gpu_mib", type=positive, metavar="MIB", help="its memory, for a card oomph does not know")
+    parser.add_argument("--gpu_tflops", type=positive, metavar="TFLOPS", help="its dense half-precision peak")
+    parser.add_argument("--gpu_gbs", type=positive, metavar="GB/S", help="its memory bandwidth")
+    parser.add_argument("--gpu_watts", type=positive, metavar="W", help="its power limit")
+    parser.add_argument(
+        "--reserve_mib", type=not_negative, default=0.0, metavar="MIB", help="kept free for the desktop and other programs"
+    )
+
+
+def positive(text: str) -> float:
+    """A number above zero."""
+    value = not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, found {text!r}") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, found {text}")
+    return value
+
+
+def keys_help() -> str:
+    """Every config key with its default and meaning."""
+    lines = ["config keys, each as --key=value:"]
+    for whose, heading in (("nanogpt", "nanoGPT's"), ("oomph", "ours")):
+        lines.append(f"\n {heading}")
+        lines += [f"  {key.name:<28} {key.default!s:<12} {key.description}" for key in configs.describe_keys() if key.whose == whose]
+    return "\n".join(lines)

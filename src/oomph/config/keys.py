@@ -1,0 +1,94 @@
+"""The keys of a `TrainConfig` as data: what each is, what it may be, and whose it is. Read off the schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from oomph.config.schema import TrainConfig
+
+Whose = Literal["nanogpt", "oomph"]
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "True or False"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: enough to print it, to build a form field for it and to check a value."""
+
+    name: str
+    type: str  # in words: "whole number", "number", "text", "True or False"
+    default: int | float | str | bool | None
+    description: str
+    whose: Whose
+    kind: type[int] | type[float] | type[str] | type[bool]
+    optional: bool  # None is allowed and means "not said"
+    needed: bool  # a prediction needs its value
+    choices: tuple[str, ...]
+    pattern: str | None
+    ge: float | None
+    le: float | None
+    lt: float | None
+
+    @property
+    def allowed(self) -> str:
+        """What a value may be, as an error message says it."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.pattern is not None:
+            return self.description
+        if self.kind is str:
+            return "text on one line, of at most 4096 characters"
+        if self.kind is bool:
+            return "True or False"
+        return f"a {self.type}{self._limits()}"
+
+    def _limits(self) -> str:
+        if self.ge is None:
+            return ""
+        if self.lt is not None:
+            return f" from {self.ge:,} up to but not including {self.lt:,}"
+        if self.le is not None:
+            return f" from {self.ge:,} to {self.le:,}"
+        return f" of at least {self.ge:,}"
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Every key by name, in the schema's order."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    return {field.name: _key_of(field.name, hints[field.name], field.default) for field in fields()}
+
+
+def fields() -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(TrainConfig)
+
+
+def describe_keys() -> list[Key]:
+    """Every key in the schema's order, nanoGPT's first: for `--help keys` and for a form."""
+    return list(keys().values())
+
+
+def _key_of(name: str, hint: object, default: int | float | str | bool | None) -> Key:
+    parts = [hint] if get_origin(hint) is Annotated else [part for part in get_args(hint) if part is not NoneType]
+    kind, meta = get_args(parts[0])
+    extra = meta.extra
+    schema = meta.extra_json_schema or {}
+    return Key(
+        name=name,
+        type=_WORDS[kind],
+        default=default,
+        description=meta.description,
+        whose=extra["whose"],
+        kind=kind,
+        optional=get_origin(hint) is not Annotated,
+        needed=extra["needed"],
+        choices=tuple(schema.get("enum", ())),
+        pattern=meta.pattern,
+        ge=meta.ge,
+        le=meta.le,
+        lt=meta.lt,
+    )

@@ -1,0 +1,236 @@
+"""A config on a device: one `Plan`, the answer to "what will this run need?"."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from oomph import config as configs
+from oomph import devices
+from oomph.config import LoadedConfig, TrainConfig
+from oomph.devices import Device
+from oomph.predict import clock, cost
+from oomph.predict.footprint import Footprint, footprint
+from oomph.step import gpt, params
+from oomph.step.ops import Phase, Step
+
+NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT's estimate_mfu divides by an A100's bfloat16 peak, whatever the card
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The model's size, counted in several ways."""
+
+    params: int
+    params_nanogpt: int  # without position embeddings: what nanoGPT prints
+    decay_params: int
+    no_decay_params: int
+    decay_tensors: int
+    no_decay_tensors: int
+    groups: dict[str, int]  # parameters by part of the model
+
+
+class Time(msgspec.Struct, frozen=True):
+    """How long, and how well the device is used."""
+
+    step_ms: float
+    micro_step_ms: float
+    tokens_per_s: float
+    tflops: float  # nanoGPT's count of useful arithmetic, a second and device
+    mfu: float | None  # of this device's own peak
+    mfu_nanogpt: float  # of 312 TFLOPS: what nanoGPT prints, as a fraction
+    hours: float  # the whole run, evaluations included
+    train_hours: float
+    eval_hours: float
+    low_ms: float
+    high_ms: float
+    basis: str  # "predicted", or "given" where the user gave the step time
+
+
+class Compute(msgspec.Struct, frozen=True):
+    """Arithmetic, a multiply and an add counted as two."""
+
+    flops_per_token: float  # nanoGPT's formula, full attention
+    flops_per_token_causal: float  # attention's lower triangle alone
+    flops_per_token_executed: float  # by operation: what the device really computes, recomputation included
+    flops_per_step: float
+    total_flops: float
+
+
+class Data(msgspec.Struct, frozen=True):
+    """Tokens."""
+
+    tokens_per_step: int
+    total_tokens: int
+    dataset_tokens: int | None
+    epochs: float | None
+    tokens_per_param: float
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What one training run needs on one device. `to_dict` is the JSON contract."""
+
+    loaded: LoadedConfig
+    device: Device
+    model: Model
+    memory: Footprint
+    time: Time | None
+    compute: Compute
+    data: Data
+    energy: cost.Energy | None
+    notes: tuple[str, ...]
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.loaded.config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as the documented JSON object. What is not predicted is absent."""
+        result: dict[str, Any] = {
+            "config": msgspec.to_builtins(self.config) | {"sources": dict(self.loaded.sources)},
+            "device": msgspec.to_builtins(self.device),
+            "model": msgspec.to_builtins(self.model),
+            "memory": self.memory.to_dict(),
+            "time": msgspec.to_builtins(self.time),
+            "compute": msgspec.to_builtins(self.compute),
+            "data": msgspec.to_builtins(self.data),
+            "energy": msgspec.to_builtins(self.energy),
+            "notes": list(self.notes),
+        }
+        return {name: _without_none(value) for name, value in result.items() if value is not None}
+
+
+def _without_none(value: Any) -> Any:
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+def plan(
+    config: LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    device: Device | str | None = None,
+    *,
+    reserve_mib: float = 0.0,
+    step_ms: float | None = None,
+    price_kwh: float = cost.PRICE_PER_KWH,
+    currency: str = "USD",
+) -> Plan:
+    """What training `config` on `device` needs.
+
+    `config` is a preset ("gpt2"), a file, a mapping of keys, or a `TrainConfig`; `device` a card's name, a `Device`,
+    or None for this machine. `reserve_mib` is kept free for the desktop and other programs. `step_ms` replaces the
+    predicted step time by a measured one. Raises `InputError` with everything that is wrong.
+    """
+    loaded = configs.as_loaded(config)
+    chosen = choose_device(device, loaded.config)
+    loaded = configs.settle(loaded, chosen)
+    settled, on_gpu = loaded.config, chosen.kind != "cpu"
+    first, later = gpt.build(settled, cuda=on_gpu, first=True), gpt.build(settled, cuda=on_gpu)
+    compute, data = _compute(settled, later), _data(settled)
+    times = clock.predict_times(later, chosen, compiled=settled.compile)
+    time = _time(settled, chosen, compute, data, times, step_ms)
+    return Plan(
+        loaded=loaded,
+        device=chosen,
+        model=_model(settled),
+        memory=footprint((first, later), settled, chosen, reserve_mib),
+        time=time,
+        compute=compute,
+        data=data,
+        energy=cost.energy(chosen.watts, time.hours if time else None, price_kwh, currency),
+        notes=(*loaded.notes, *devices.warnings(settled, chosen), *_remarks(settled)),
+    )
+
+
+def choose_device(device: Device | str | None, config: TrainConfig) -> Device:
+    """The device asked for, or the machine's own."""
+    if isinstance(device, Device):
+        return device
+    if device is not None:
+        return devices.find(device)
+    return devices.detect(config.device)
+
+
+def _model(config: TrainConfig) -> Model:
+    parameters = params.parameters(config)
+    decayed = [p for p in parameters if p.decayed]
+    kept = [p for p in parameters if not p.decayed]
+    return Model(
+        params=sum(p.numel for p in parameters),
+        params_nanogpt=params.count_nanogpt(config),
+        decay_params=sum(p.numel for p in decayed),
+        no_decay_params=sum(p.numel for p in kept),
+        decay_tensors=len(decayed),
+        no_decay_tensors=len(kept),
+        groups=params.by_group(parameters),
+    )
+
+
+def _compute(config: TrainConfig, step: Step) -> Compute:
+    per_token = params.flops_per_token(config)
+    tokens = tokens_per_step(config)
+    executed = sum(
+        section.times * op.flops for section in step.sections for op in section.ops if op.phase is not Phase.EVAL
+    )
+    return Compute(
+        flops_per_token=per_token,
+        flops_per_token_causal=params.flops_per_token_causal(config),
+        flops_per_token_executed=executed * config.world_size / tokens,
+        flops_per_step=per_token * tokens,
+        total_flops=per_token * tokens * config.max_iters,
+    )
+
+
+def tokens_per_step(config: TrainConfig) -> int:
+    """Tokens to one optimizer step, over all devices."""
+    return config.batch_size * config.block_size * config.gradient_accumulation_steps
+
+
+def _data(config: TrainConfig) -> Data:
+    per_step = tokens_per_step(config)
+    total = per_step * config.max_iters
+    return Data(
+        tokens_per_step=per_step,
+        total_tokens=total,
+        dataset_tokens=config.dataset_tokens,
+        epochs=total / config.dataset_tokens if config.dataset_tokens else None,
+        tokens_per_param=total / params.count_nanogpt(config),
+    )
+
+
+def _time(
+    config: TrainConfig, device: Device, compute: Compute, data: Data, times: clock.Times | None, step_ms: float | None
+) -> Time | None:
+    if step_ms is not None:
+        low_ms = likely_ms = high_ms = step_ms
+    elif times is not None:
+        low_ms, likely_ms, high_ms = (each.step_s * 1e3 for each in (times.low, times.likely, times.high))
+    else:
+        return None
+    flops_per_s = compute.flops_per_step / config.world_size / (likely_ms / 1e3)
+    peak = device.peak_tflops(config.dtype or "float32", config.allow_tf32)
+    train_hours = likely_ms * config.max_iters / 3.6e6
+    evaluations = config.max_iters // config.eval_interval + 1  # nanoGPT evaluates at step 0 too
+    eval_s = times.likely.eval_batch_s * 2 * config.eval_iters * evaluations if times else 0.0
+    return Time(
+        step_ms=likely_ms,
+        micro_step_ms=likely_ms * config.world_size / config.gradient_accumulation_steps,
+        tokens_per_s=data.tokens_per_step / (likely_ms / 1e3),
+        tflops=flops_per_s / 1e12,
+        mfu=flops_per_s / (peak * 1e12) if peak else None,
+        mfu_nanogpt=flops_per_s / NANOGPT_PEAK_FLOPS,
+        hours=train_hours + eval_s / 3600,
+        train_hours=train_hours,
+        eval_hours=eval_s / 3600,
+        low_ms=low_ms,
+        high_ms=high_ms,
+        basis="given" if step_ms is not None else "predicted",
+    )
+
+
+def _remarks(config: TrainConfig) -> list[str]:
+    """What a reader of this plan should know beyond its figures."""
+    remarks = []
+    if config.eval_only:
+        remarks.append("eval_only is set: nanoGPT evaluates once and leaves; the plan is that of training with this config")
+    return remarks

@@ -1,0 +1,1 @@
+"""What follows from a list of operations: memory, reserved memory, seconds, energy and money."""

@@ -1,0 +1,86 @@
+"""Blocks and the pools that keep the free ones: the ground PyTorch's caching allocator stands on.
+
+The constants are those of torch 2.13's `c10/core/AllocatorConfig.h`; `large_segment_size_mb`,
+`max_split_size_mb`, `roundup_power2_divisions` and garbage collection stay at their defaults
+(20 MiB, unlimited, off, off).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+MIB = 2**20
+BLOCK_BYTES = 512  # kMinBlockSize: every size is rounded up to a multiple of it
+SMALL_BYTES = 1 * MIB  # kSmallSize: requests up to here live in the small pool
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size: what a request below 10 MiB is cut from
+OWN_SEGMENT_FROM_BYTES = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own
+SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
+
+ADDRESS_BITS = 48  # a free block's key is its size above its address, so that keys sort by (size, address)
+
+ALLOCATED = 0  # `Block.key` of a block in use
+UNMAPPED = -1  # of address space without memory behind it, at an expandable segment
+
+
+class Block:
+    """A stretch of one segment. Its neighbours are linked, so that free ones can merge."""
+
+    __slots__ = ("address", "size", "prev", "next", "key")
+
+    def __init__(self, address: int, size: int, prev: Block | None = None, next: Block | None = None) -> None:
+        self.address = address
+        self.size = size
+        self.prev = prev
+        self.next = next
+        self.key = ALLOCATED  # positive while the block is free: its place in the pool
+
+    def chain(self) -> Iterator[Block]:
+        """This block and those after it in its segment."""
+        block: Block | None = self
+        while block is not None:
+            yield block
+            block = block.next
+
+
+class Pool:
+    """Free blocks of one pool, sorted by size, then address.
+
+    Two lists in step rather than one of tuples: a bisection over plain ints takes half the time.
+    """
+
+    __slots__ = ("name", "keys", "blocks", "unmapped", "min_rest_bytes", "page_bytes")
+
+    def __init__(self, name: str, min_rest_bytes: int, page_bytes: int) -> None:
+        self.name = name  # "small", "large": as a memory snapshot names its segments
+        self.keys: list[int] = []
+        self.blocks: list[Block] = []
+        self.unmapped: list[Block] = []  # expandable segments only, by address
+        self.min_rest_bytes = min_rest_bytes  # a block is split where at least so much would remain
+        self.page_bytes = page_bytes  # what an expandable segment grows by
+
+    def insert(self, block: Block) -> None:
+        key = block.key = block.size << ADDRESS_BITS | block.address
+        at = bisect_left(self.keys, key)
+        self.keys.insert(at, key)
+        self.blocks.insert(at, block)
+
+    def remove(self, block: Block) -> None:
+        at = bisect_left(self.keys, block.key)
+        del self.keys[at]
+        del self.blocks[at]
+        block.key = ALLOCATED
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return self.blocks[-1].size if self.blocks else 0
+
+
+def segment_bytes(size_bytes: int) -> int:
+    """How much the allocator asks the driver for, to serve a rounded request."""
+    if size_bytes <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size_bytes < OWN_SEGMENT_FROM_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return -(-size_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES

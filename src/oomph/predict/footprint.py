@@ -1,0 +1,93 @@
+"""What a process takes on a device: allocated, reserved, the context around it; and whether that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from oomph.config import TrainConfig
+from oomph.devices import Device
+from oomph.predict.allocator import reserve
+from oomph.predict.memory import CUDA_ROUNDING_BYTES, Peak, find_peak
+from oomph.step.ops import Step
+from oomph.units import MIB, mib
+
+CONTEXT_SPREAD_MIB = 100.0  # the context's size is known to about this much, from card to card and driver to driver
+ALLOCATED_SPREAD = 0.05  # what a simulated step may miss: kernels chosen, fusions, a library's own workspaces
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One component of the allocated memory at the peak."""
+
+    name: str
+    mib: float
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """The memory of one training process."""
+
+    total_mib: float  # what nvidia-smi shows for the process; what it would show, where it does not fit
+    allocated_mib: float  # torch.cuda.max_memory_allocated
+    reserved_mib: float  # torch.cuda.max_memory_reserved
+    context_mib: float  # what the process takes before its first tensor
+    capacity_mib: float | None  # what a process can use on this device, less what is kept free
+    fits: bool | None  # runs without an out-of-memory error, the cache given back where need be
+    headroom_mib: float | None  # capacity less the total; negative: what is missing
+    retries: int  # how often the allocator has to give its cache back to get on; each costs time
+    peak_at: str
+    breakdown: tuple[Part, ...]  # sums to allocated_mib
+    low_mib: float
+    high_mib: float
+    peak: Peak
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON contract's `memory`."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "peak"}
+        fields["breakdown"] = msgspec.to_builtins(self.breakdown)
+        return fields
+
+
+def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserve_mib: float = 0.0) -> Footprint:
+    """The memory of a process that runs these steps, the run's first ones, one after another."""
+    on_cpu = device.kind == "cpu"
+    peak = max((find_peak(step, 1 if on_cpu else CUDA_ROUNDING_BYTES) for step in steps), key=lambda p: p.allocated_bytes)
+    context_mib = device.context_mib or 0.0
+    capacity_mib = device.usable_mib - reserve_mib if device.usable_mib is not None else None
+    room_mib = None if capacity_mib is None else capacity_mib - context_mib
+    reserved_mib, fits, retries = _reserved(steps, peak, config, room_mib, on_cpu)
+    total_mib = context_mib + reserved_mib
+    allocated_mib = mib(peak.allocated_bytes)
+    return Footprint(
+        total_mib=total_mib,
+        allocated_mib=allocated_mib,
+        reserved_mib=reserved_mib,
+        context_mib=context_mib,
+        capacity_mib=capacity_mib,
+        fits=fits,
+        headroom_mib=None if capacity_mib is None else capacity_mib - total_mib,
+        retries=retries,
+        peak_at=peak.at,
+        breakdown=tuple(Part(name, mib(size)) for name, size in peak.by_kind().items()),
+        low_mib=allocated_mib * (1 - ALLOCATED_SPREAD) + max(0.0, context_mib - CONTEXT_SPREAD_MIB),
+        high_mib=reserved_mib * (1 + ALLOCATED_SPREAD) + context_mib + CONTEXT_SPREAD_MIB,
+        peak=peak,
+    )
+
+
+def _reserved(
+    steps: Sequence[Step], peak: Peak, config: TrainConfig, room_mib: float | None, on_cpu: bool
+) -> tuple[float, bool | None, int]:
+    """MiB reserved, whether that fits into `room_mib`, and how often the cache is given back to make it fit."""
+    if on_cpu:  # the CPU's allocator keeps no cache
+        reserved_mib = mib(peak.allocated_bytes)
+        return reserved_mib, None if room_mib is None else reserved_mib <= room_mib, 0
+    roomy = reserve(steps, None, config.expandable_segments)
+    reserved_mib = mib(roomy.peak_reserved_bytes)
+    if room_mib is None or reserved_mib <= room_mib:
+        return reserved_mib, None if room_mib is None else True, 0
+    if room_mib <= 0 or mib(roomy.peak_allocated_bytes) > room_mib:
+        return reserved_mib, False, 0
+    tight = reserve(steps, int(room_mib * MIB), config.expandable_segments)
+    return (mib(tight.peak_reserved_bytes), True, tight.retries) if tight.fits else (reserved_mib, False, 0)

@@ -1,0 +1,94 @@
+"""How much is allocated at each moment, where the peak is, and who holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from oomph.step.ops import Buffer, Kind, Op, Section, Step
+
+CUDA_ROUNDING_BYTES = 512  # kMinBlockSize in PyTorch's c10/core/AllocatorConfig.h
+ROUNDING = "rounding to 512 bytes"
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """What is allocated while one operation runs."""
+
+    section: str
+    op: Op
+    allocated_bytes: int
+
+
+class Peak(msgspec.Struct, frozen=True):
+    """The fullest moment, and every buffer alive in it, the largest first."""
+
+    allocated_bytes: int  # torch.cuda.max_memory_allocated, to the byte
+    section: Section
+    op: Op
+    live: tuple[Buffer, ...]
+
+    @property
+    def at(self) -> str:
+        """Where the peak is, in words: "micro-step 2, backward: lm_head"."""
+        return f"{self.section.name}, {self.op.phase.value}: {self.op.name}"
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of each kind of buffer at the peak, and what rounding adds; they sum to `allocated_bytes`."""
+        totals: dict[str, int] = {}
+        for buffer in self.live:
+            totals[buffer.kind.value] = totals.get(buffer.kind.value, 0) + buffer.bytes
+        order = [kind.value for kind in Kind if kind.value in totals]
+        shares = {name: totals[name] for name in order}
+        rounding = self.allocated_bytes - sum(shares.values())
+        if rounding:
+            shares[ROUNDING] = rounding
+        return shares
+
+
+def rounded(size_bytes: int, rounding_bytes: int) -> int:
+    """`size_bytes` as the allocator books it; nothing is allocated for an empty tensor."""
+    return -(-size_bytes // rounding_bytes) * rounding_bytes
+
+
+def find_peak(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Peak:
+    """The fullest moment of a step. The first of several equal ones."""
+    live_bytes = sum(rounded(buffer.bytes, rounding_bytes) for buffer in step.resident)
+    peak_bytes, peak_at = -1, (0, 0)
+    for section_index, section in enumerate(step.sections):
+        for op_index, op in enumerate(section.ops):
+            for buffer in op.allocates:
+                live_bytes += -(-buffer.bytes // rounding_bytes) * rounding_bytes
+            if live_bytes > peak_bytes:
+                peak_bytes, peak_at = live_bytes, (section_index, op_index)
+            for buffer in op.frees:
+                live_bytes -= -(-buffer.bytes // rounding_bytes) * rounding_bytes
+    section = step.sections[peak_at[0]]
+    live = sorted(_live_at(step, *peak_at), key=lambda buffer: -buffer.bytes)
+    return Peak(peak_bytes, section, section.ops[peak_at[1]], tuple(live))
+
+
+def _live_at(step: Step, section_index: int, op_index: int) -> Sequence[Buffer]:
+    """Every buffer alive while that operation runs."""
+    alive: dict[Buffer, None] = dict.fromkeys(step.resident)
+    for index, section in enumerate(step.sections[: section_index + 1]):
+        last = op_index if index == section_index else len(section.ops)
+        for position, op in enumerate(section.ops[: last + 1]):
+            alive.update(dict.fromkeys(op.allocates))
+            if (index, position) == (section_index, op_index):
+                break
+            for buffer in op.frees:
+                del alive[buffer]
+    return list(alive)
+
+
+def timeline(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> list[Moment]:
+    """What is allocated while each operation runs, in order."""
+    live_bytes = sum(rounded(buffer.bytes, rounding_bytes) for buffer in step.resident)
+    moments: list[Moment] = []
+    for section in step.sections:
+        for op in section.ops:
+            live_bytes += sum(rounded(buffer.bytes, rounding_bytes) for buffer in op.allocates)
+            moments.append(Moment(section.name, op, live_bytes))
+            live_bytes -= sum(rounded(buffer.bytes, rounding_bytes) for buffer in op.frees)
+    return moments

@@ -1,0 +1,1 @@
+"""One result, shown in the terminal, as Markdown, as SVG or as JSON."""

@@ -1,0 +1,1 @@
+"""What a training step does: operations, and where lists of them come from."""

@@ -1,0 +1,94 @@
+"""The vocabulary of a training step: operations that allocate and free buffers, compute and move bytes.
+
+Everything oomph says is a fold over a list of these: peak memory and its owners, what the caching
+allocator reserves, seconds, joules. Several sources write such lists (arithmetic, a fake-tensor trace,
+a compiled graph, a real memory snapshot), and they must agree.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Kind(StrEnum):
+    """What a buffer is for, as a report names it."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    HALF_WEIGHTS = "half copies of weights"
+    ACTIVATIONS = "activations"
+    ATTENTION = "attention"
+    LOGITS = "logits and loss"
+    TEMPORARY = "temporaries"
+    WORKSPACE = "workspaces"
+    INPUTS = "inputs"
+
+
+class Phase(StrEnum):
+    """Where in the program an operation stands."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    CLIP = "clip"
+    OPTIMIZER = "optimizer"
+    EVAL = "evaluation"
+
+
+class Kernel(StrEnum):
+    """How an operation spends its time, for the clock."""
+
+    GEMM = "gemm"  # shape = (batch, m, n, k)
+    ATTENTION = "attention"  # shape = (batch, heads, tokens, head size); causal
+    POINTWISE = "pointwise"  # bandwidth-bound: only bytes_moved counts
+    REDUCTION = "reduction"  # norms, softmax, losses: bandwidth-bound too
+    INDEX = "index"  # gathers and scatters of embeddings
+    OPTIMIZER = "optimizer"  # one pass over parameters, gradients and state
+    NONE = "none"  # no device work: views, the caller letting go of a tensor
+
+
+class Buffer(msgspec.Struct, frozen=True, eq=False):
+    """One allocation. Identity is what counts: two buffers with equal fields are two buffers."""
+
+    name: str  # "h.3.mlp.gelu": the module and the tensor
+    bytes: int  # as the program asks for them, before any rounding
+    kind: Kind
+    block: int | None = None  # the transformer block it belongs to
+
+
+class Op(msgspec.Struct, frozen=True, eq=False):
+    """One operation: its allocations happen first, then it runs, then its frees.
+
+    A buffer in both `allocates` and `frees` is a temporary that lives only while the operation runs.
+    """
+
+    name: str  # "h.3.mlp.c_fc"
+    phase: Phase
+    allocates: tuple[Buffer, ...] = ()
+    frees: tuple[Buffer, ...] = ()
+    kernel: Kernel = Kernel.NONE
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"  # of the arithmetic: float32, tf32, bfloat16, float16
+    flops: int = 0  # multiply and add count as two
+    bytes_moved: int = 0  # read from and written to device memory
+
+
+class Section(msgspec.Struct, frozen=True, eq=False):
+    """A named stretch of operations, and how often one optimizer step runs it.
+
+    Memory folds run it once: its repeats allocate and free the same sizes in the same order.
+    """
+
+    name: str  # "micro-step 1", "micro-steps 3 to 40", "optimizer", "evaluation"
+    ops: tuple[Op, ...]
+    times: int = 1
+
+
+class Step(msgspec.Struct, frozen=True, eq=False):
+    """A program: what is allocated before it begins, and its sections in the order they run."""
+
+    resident: tuple[Buffer, ...]
+    sections: tuple[Section, ...]
