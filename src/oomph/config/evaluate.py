@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from oomph.config.layer import reason
 from oomph.config.values import Unreadable, show
 
 MAX_BITS = 256  # of a whole number
@@ -61,43 +62,40 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-class CannotTell(Exception):
+class UndecidableError(Exception):
     """Only running the expression could tell its value."""
 
 
-class Invalid(Exception):
+class ExpressionError(Exception):
     """The expression is wrong, or its value is out of all bounds."""
 
 
-def parse(text: str, mode: str = "exec") -> ast.AST:
-    """The syntax tree, or `Invalid` with the line in its second argument."""
+def parse(text: str) -> ast.Module:
+    """The syntax tree, or `ExpressionError` with the line as its second argument."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an odd escape in a user's file is no business of ours
-            return ast.parse(text, mode=mode)
-    except SyntaxError as error:
-        raise Invalid(f"not Python: {error.msg}", error.lineno) from None
-    except (RecursionError, MemoryError):
-        raise Invalid("nested too deeply to be read", None) from None
-    except (ValueError, OverflowError) as error:
-        raise Invalid(f"not Python: {error}", None) from None
+            return ast.parse(text)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        raise ExpressionError(f"not Python: {reason(error)}", getattr(error, "lineno", None)) from None
 
 
 def evaluate_text(text: str) -> object:
     """The value of an expression that uses no names, such as "5*8"."""
     if len(text) > MAX_CHARS:
-        raise Invalid("too long for an expression")
-    tree = parse(text, mode="eval")
-    assert isinstance(tree, ast.Expression)
-    return evaluate(tree.body, {})
+        raise ExpressionError("too long for an expression")
+    match parse(text).body:
+        case [ast.Expr(value=expression)]:
+            return evaluate(expression, {})
+    raise ExpressionError("not an expression")
 
 
 def evaluate(node: ast.expr, names: Mapping[str, object]) -> object:
-    """The value of `node`, where `names` holds what is known so far. Raises `CannotTell` or `Invalid`."""
+    """The value of `node`, where `names` holds what is known so far. Raises `UndecidableError` or `ExpressionError`."""
     try:
         return _value(node, names)
     except RecursionError:
-        raise Invalid("nested too deeply to be worked out") from None
+        raise ExpressionError("nested too deeply to be worked out") from None
 
 
 def words(node: ast.AST) -> str:
@@ -125,8 +123,7 @@ def _value(node: ast.expr, names: Mapping[str, object]) -> object:
         case ast.BinOp(left=left, op=op, right=right):
             return _binary(op, _value(left, names), _value(right, names))
         case ast.UnaryOp(op=op, operand=operand):
-            value = _value(operand, names)
-            return _bounded(_attempt(_UNARY[type(op)], value))
+            return _bounded(_attempt(_UNARY[type(op)], _value(operand, names)))
         case ast.BoolOp(op=op, values=values):
             return _boolean(isinstance(op, ast.And), values, names)
         case ast.Compare():
@@ -141,34 +138,34 @@ def _value(node: ast.expr, names: Mapping[str, object]) -> object:
             return _call(node, names)
         case ast.Subscript(value=value, slice=index):
             return _item(_value(value, names), _value(index, names))
-    raise CannotTell(words(node))
+    raise UndecidableError(words(node))
 
 
 def _constant(value: object) -> object:
     if value is None or isinstance(value, int | float | str):
         return _bounded(value) if isinstance(value, int) else value
-    raise CannotTell(f"a {type(value).__name__}")
+    raise UndecidableError(f"a {type(value).__name__}")
 
 
 def _name(name: str, names: Mapping[str, object]) -> object:
     if name not in names:
-        raise CannotTell(f"{name}, which is not set before it")
+        raise UndecidableError(f"{name}, which is not set before it")
     value = names[name]
     if isinstance(value, Unreadable):
-        raise CannotTell(name)
+        raise UndecidableError(name)
     return value
 
 
 def _scalar(value: object) -> object:
     if isinstance(value, tuple):  # lists inside lists can be made to grow without bound when compared
-        raise CannotTell("a list inside a list")
+        raise UndecidableError("a list inside a list")
     return value
 
 
 def _binary(op: ast.operator, left: object, right: object) -> object:
     function = _BINARY.get(type(op))
-    if function is None or isinstance(left, str) and isinstance(op, ast.Mod):
-        raise CannotTell(f"the operator {type(op).__name__}")
+    if function is None or (isinstance(left, str) and isinstance(op, ast.Mod)):
+        raise UndecidableError(f"the operator {type(op).__name__}")
     if isinstance(op, ast.Pow | ast.LShift | ast.Mult | ast.Add):
         _refuse_growth(op, left, right)
     return _bounded(_attempt(function, left, right))
@@ -189,7 +186,7 @@ def _refuse_growth(op: ast.operator, left: object, right: object) -> None:
                 size = len(items) * other if longer and isinstance(other, int) else len(items) + _length(other)
                 too_large |= size > (MAX_CHARS if isinstance(items, str) else MAX_ITEMS)
     if too_large:
-        raise Invalid("the value is too large")
+        raise ExpressionError("the value is too large")
 
 
 def _length(value: object) -> int:
@@ -198,18 +195,18 @@ def _length(value: object) -> int:
 
 def _bounded(value: object) -> object:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise Invalid("the number is too large")
+        raise ExpressionError("the number is too large")
     if isinstance(value, complex):
-        raise Invalid("the number is not real")
+        raise ExpressionError("the number is not real")
     return value
 
 
 def _attempt(function: Callable[..., Any], *values: object) -> object:
-    """A pure operation on bounded values; what Python would raise becomes `Invalid`."""
+    """A pure operation on bounded values; what Python would raise becomes `ExpressionError`."""
     try:
         result: object = function(*values)
     except (ArithmeticError, TypeError, ValueError, IndexError) as error:
-        raise Invalid(str(error)[:100]) from None
+        raise ExpressionError(str(error)[:100]) from None
     return result
 
 
@@ -235,7 +232,7 @@ def _comparison(node: ast.Compare, names: Mapping[str, object]) -> bool:
 def _conditional(test: ast.expr, body: ast.expr, orelse: ast.expr, names: Mapping[str, object]) -> object:
     try:
         chosen = body if _value(test, names) else orelse
-    except CannotTell:
+    except UndecidableError:
         first, second = _value(body, names), _value(orelse, names)
         if type(first) is type(second) and first == second:  # it makes no difference which
             return first
@@ -252,30 +249,30 @@ def _fstring(parts: list[ast.expr], names: Mapping[str, object]) -> str:
         else:
             text += str(_value(part, names))
         if len(text) > MAX_CHARS:
-            raise Invalid("the text is too long")
+            raise ExpressionError("the text is too long")
     return text
 
 
 def _formatted(value: object, spec: ast.expr | None, names: Mapping[str, object]) -> str:
     written = str(_value(spec, names)) if spec is not None else ""
     if re.search(r"[0-9]{4}", written):  # a width of billions would be filled with spaces
-        raise Invalid("the width of a formatted value is too large")
+        raise ExpressionError("the width of a formatted value is too large")
     return str(_attempt(format, value, written))
 
 
 def _call(node: ast.Call, names: Mapping[str, object]) -> object:
     function = _CALLS.get(node.func.id) if isinstance(node.func, ast.Name) and node.func.id not in names else None
     if function is None or node.keywords or any(isinstance(arg, ast.Starred) for arg in node.args):
-        raise CannotTell(words(node))
+        raise UndecidableError(words(node))
     values = [_value(arg, names) for arg in node.args]
     if function is round and any(not isinstance(v, int | float | None) or abs(v or 0) > 30 for v in values[1:]):
-        raise Invalid("round takes at most 30 digits")
+        raise ExpressionError("round takes at most 30 digits")
     if function is str and any(isinstance(value, tuple) for value in values):
-        raise CannotTell("the text of a list")
+        raise UndecidableError("the text of a list")
     return _bounded(_attempt(function, *values))
 
 
 def _item(items: object, index: object) -> object:
     if not isinstance(items, str | tuple) or not isinstance(index, int):
-        raise CannotTell(f"an item of {show(items)}")
+        raise UndecidableError(f"an item of {show(items)}")
     return _attempt(operator.getitem, items, index)

@@ -7,11 +7,11 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-import msgspec
-
 from oomph.config.schema import TrainConfig
 
 Whose = Literal["nanogpt", "oomph"]
+Kind = type[int] | type[float] | type[str] | type[bool]
+KEYS = TrainConfig.__struct_fields__  # every name, in the schema's order
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "True or False"}
 
 
@@ -24,7 +24,7 @@ class Key:
     default: int | float | str | bool | None
     description: str
     whose: Whose
-    kind: type[int] | type[float] | type[str] | type[bool]
+    kind: Kind
     optional: bool  # None is allowed and means "not said"
     needed: bool  # a prediction needs its value
     choices: tuple[str, ...]
@@ -60,11 +60,8 @@ class Key:
 def keys() -> dict[str, Key]:
     """Every key by name, in the schema's order."""
     hints = get_type_hints(TrainConfig, include_extras=True)
-    return {field.name: _key_of(field.name, hints[field.name], field.default) for field in fields()}
-
-
-def fields() -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(TrainConfig)
+    defaults = TrainConfig.__struct_defaults__
+    return {name: _key_of(name, hints[name], default) for name, default in zip(KEYS, defaults, strict=True)}
 
 
 def describe_keys() -> list[Key]:

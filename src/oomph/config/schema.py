@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -32,21 +32,12 @@ def _key(
     *,
     whose: str = "nanogpt",
     needed: bool = True,  # a prediction needs its value; a mere label may stay unread
-    ge: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    pattern: str | None = None,
     choices: Sequence[str] = (),
+    **limits: Any,  # ge, le, lt, pattern, as msgspec has them
 ) -> msgspec.Meta:
-    return msgspec.Meta(
-        description=description,
-        ge=ge,
-        le=le,
-        lt=lt,
-        pattern=pattern,
-        extra={"whose": whose, "needed": needed},
-        extra_json_schema={"enum": list(choices)} if choices else None,
-    )
+    extra = {"whose": whose, "needed": needed}
+    schema = {"enum": list(choices)} if choices else None
+    return msgspec.Meta(description=description, extra=extra, extra_json_schema=schema, **limits)
 
 
 _our = partial(_key, whose="oomph")
@@ -102,25 +93,25 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     compile: Annotated[bool, _key("torch.compile the model")] = True
 
     # --- ours -----------------------------------------------------------------------------------
-    vocab_size: Annotated[
-        int, _our("words; nanoGPT takes it from the data's meta.pkl, else 50304", ge=1, le=2**32)
-    ] = 50304
+    vocab_size: Annotated[int, _our("words; nanoGPT takes it from the data's meta.pkl, else 50304", ge=1, le=2**32)] = (
+        50304
+    )
     tie_weights: Annotated[bool, _our("one matrix for the token embedding and the head")] = True
     trainer: Annotated[str, _our("the program that runs: nanogpt as published, or oomph", choices=TRAINERS)] = "nanogpt"
     return_logits: (
         Annotated[bool, _our("a training step returns logits; unsaid: nanogpt does, oomph does not")] | None
     ) = None
     loss_chunk: (
-        Annotated[int, _our("tokens a chunk of head and loss, 0 for all at once; unsaid: the trainer's", ge=0, le=2**40)]
+        Annotated[int, _our("tokens a chunk of head and loss, 0 for all at once; unsaid: the trainer's", ge=0, le=MANY)]
         | None
     ) = None
     checkpoint_layers: Annotated[
         int, _our("blocks, from the first, whose activations are computed again in backward", ge=0, le=10_000)
     ] = 0
     attention: Annotated[str, _our("the attention kernel", choices=ATTENTIONS)] = "flash"
-    autocast: Annotated[
-        bool, _our("False with bfloat16: weights, gradients and optimizer are bfloat16 themselves")
-    ] = True
+    autocast: Annotated[bool, _our("False with bfloat16: weights, gradients and optimizer are bfloat16 themselves")] = (
+        True
+    )
     allow_tf32: Annotated[bool, _our("float32 matrix products on tensor cores, as nanoGPT allows")] = True
     optimizer: Annotated[str, _our("the optimizer", choices=OPTIMIZERS)] = "adamw"
     optimizer_loop: (
@@ -128,9 +119,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         | None
     ) = None
     expandable_segments: Annotated[bool, _our("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")] = False
-    world_size: Annotated[
-        int, _our("devices; gradient_accumulation_steps is shared out among them", ge=1, le=MANY)
-    ] = 1
+    world_size: Annotated[int, _our("devices; gradient_accumulation_steps is shared out among them", ge=1, le=MANY)] = 1
     torch_version: Annotated[
         str,
         _our(

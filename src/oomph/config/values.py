@@ -41,8 +41,9 @@ def coerce(key: Key, value: object, where: str) -> Value | Problem:
     made = _as_kind(key, value)
     if made is None or not _within(key, made):
         near = nearest(value, key.choices) if key.choices and isinstance(value, str) else None
-        what = f"{key.name} cannot be this"
-        return Problem(where=where, what=what, found=show(value), allowed=key.allowed, nearest=near)
+        return Problem(
+            where=where, what=f"{key.name} is not valid", found=show(value), allowed=key.allowed, nearest=near
+        )
     return made
 
 
@@ -55,14 +56,14 @@ def parse_text(key: Key, text: str) -> object:
         return _TRUTHS.get(text.lower(), text)
     if key.kind is str:
         return _unquoted(text)
-    number = count(text)
+    number = count(text) if key.kind is int else None
     if number is not None:
         return number
-    from oomph.config.evaluate import CannotTell, Invalid, evaluate_text
+    from oomph.config.evaluate import ExpressionError, UndecidableError, evaluate_text
 
     try:
         return evaluate_text(text)
-    except (CannotTell, Invalid):
+    except (UndecidableError, ExpressionError):
         return text  # not a number: coerce says so, with the text as it was written
 
 
@@ -72,8 +73,8 @@ def count(text: str) -> int | float | None:
     if match is None or not match[2].strip("_"):
         return None
     sign, whole, fraction, suffix = match.groups(default="")
-    scale = 10 ** len(fraction)
-    scaled = int(sign + whole.replace("_", "") + fraction) * _SUFFIXES[suffix.lower()]
+    scale: int = 10 ** len(fraction)
+    scaled: int = int(sign + whole.replace("_", "") + fraction) * _SUFFIXES[suffix.lower()]
     return scaled // scale if scaled % scale == 0 else scaled / scale
 
 

@@ -1,0 +1,69 @@
+"""A config written as text and read back is the same config."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomph.config import Key, TrainConfig, describe_keys, from_dict, load, to_python, to_toml
+
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
+
+
+def values_of(key: Key) -> st.SearchStrategy[Any]:
+    if key.name == "device":
+        return st.sampled_from(["cuda", "cuda:1", "cpu", "mps"])
+    if key.name == "torch_version":
+        return st.sampled_from(["2.4", "2.13.0"])
+    if key.choices:
+        return st.sampled_from(key.choices)
+    if key.kind is bool:
+        return st.booleans()
+    if key.kind is str:
+        return texts
+    if key.kind is float:
+        return st.floats(0, 1e6 if key.lt is None else 1, exclude_max=True)
+    return st.integers(int(key.ge or 0), int(key.le or 0))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TrainConfig:
+    drawn = {key.name: draw(values_of(key)) for key in draw(st.sets(st.sampled_from(describe_keys()), max_size=12))}
+    heads = draw(st.integers(1, 64))
+    drawn |= {"n_head": heads, "n_embd": heads * draw(st.integers(1, 128)), "n_layer": draw(st.integers(1, 100))}
+    drawn["checkpoint_layers"] = draw(st.integers(0, drawn["n_layer"]))
+    drawn["world_size"] = draw(st.integers(1, 8))
+    drawn["gradient_accumulation_steps"] = drawn["world_size"] * draw(st.integers(1, 64))
+    drawn["init_from"] = "scratch"
+    drawn["dataset"] = "a dataset that is nowhere"
+    if drawn.get("loss_chunk"):
+        drawn["return_logits"] = False
+    return from_dict(drawn).config
+
+
+def reread(name: str, text: str) -> TrainConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / name
+        file.write_text(text, encoding="utf-8")
+        return load([file]).config
+
+
+@given(configs())
+def test_toml_is_read_back_as_it_was(config: TrainConfig) -> None:
+    assert reread("run.toml", to_toml(config)) == config
+
+
+@given(configs())
+def test_python_is_read_back_as_it_was(config: TrainConfig) -> None:
+    assert reread("run.py", to_python(config)) == config
+
+
+@given(configs())
+def test_python_means_to_python_what_it_means_to_us(config: TrainConfig) -> None:
+    names: dict[str, Any] = {}
+    exec(to_python(config), names)
+    assert all(names.get(key.name) == getattr(config, key.name) for key in describe_keys())

@@ -1,0 +1,81 @@
+"""What nobody said, decided from the trainer and the device, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from oomph.config import DEFAULT_LOSS_CHUNK, from_dict, load, settle, with_trainer
+
+
+@dataclass(frozen=True)
+class Card:
+    kind: str = "cuda"
+    name: str = "RTX 4070"
+    has_bf16: bool = True
+
+
+OLD_CARD = Card(name="GTX 1080", has_bf16=False)
+PROCESSOR = Card(kind="cpu", name="this CPU")
+MAC = Card(kind="mps", name="M2")
+
+
+def test_every_unsaid_value_is_decided_with_its_reason() -> None:
+    settled = settle(load(), Card())
+    config = settled.config
+    assert (config.dtype, config.return_logits, config.loss_chunk, config.optimizer_loop) == (
+        "bfloat16",
+        True,
+        0,
+        "fused",
+    )
+    assert settled.sources["dtype"] == "default: RTX 4070 has bfloat16"
+    assert config.dataset_tokens is None
+
+
+def test_a_card_without_bfloat16_gets_float16() -> None:
+    settled = settle(load(), OLD_CARD)
+    assert settled.config.dtype == "float16"
+    assert "GTX 1080" in settled.sources["dtype"]
+
+
+def test_oomphs_trainer_returns_no_logits_and_chunks_the_loss() -> None:
+    config = settle(from_dict({"trainer": "oomph"}), Card()).config
+    assert (config.return_logits, config.loss_chunk) == (False, DEFAULT_LOSS_CHUNK)
+
+
+@pytest.mark.parametrize("device", [PROCESSOR, MAC])
+def test_nanogpt_without_cuda_computes_in_float32_and_loops_over_tensors(device: Card) -> None:
+    config = settle(load(), device).config
+    assert (config.dtype, config.optimizer_loop) == ("float32", "forloop")
+
+
+def test_a_dtype_without_effect_is_changed_with_a_note() -> None:
+    settled = settle(from_dict({"dtype": "bfloat16"}), PROCESSOR)
+    assert settled.config.dtype == "float32"
+    assert "no effect" in settled.notes[-1]
+
+
+def test_oomph_on_a_processor_fuses_and_keeps_the_dtype_that_was_said() -> None:
+    said = settle(from_dict({"dtype": "bfloat16", "trainer": "oomph"}), PROCESSOR)
+    assert (said.config.dtype, said.config.optimizer_loop, said.notes) == ("bfloat16", "fused", [])
+    assert settle(from_dict({"trainer": "oomph"}), PROCESSOR).config.dtype == "float32"
+
+
+def test_what_was_said_is_kept() -> None:
+    said = {"dtype": "float32", "return_logits": False, "loss_chunk": 0, "optimizer_loop": "foreach"}
+    settled = settle(from_dict(said), Card())
+    assert {key: getattr(settled.config, key) for key in said} == said
+    assert settled.sources["dtype"] == "given"
+
+
+def test_logits_and_chunks_are_decided_so_that_they_agree() -> None:
+    assert settle(from_dict({"loss_chunk": 64}), Card()).config.return_logits is False
+    assert settle(from_dict({"return_logits": True, "trainer": "oomph"}), Card()).config.loss_chunk == 0
+
+
+def test_a_settled_config_can_be_settled_again_for_another_trainer() -> None:
+    settled = settle(load(), Card())
+    again = settle(with_trainer(settled, "oomph"), OLD_CARD).config
+    assert (again.dtype, again.loss_chunk) == ("float16", DEFAULT_LOSS_CHUNK)
