@@ -1,0 +1,10 @@
+"""Hardware: a catalogue of GPUs with sources, the machine's own devices, and what suits them badly."""
+
+from oomph.devices.advice import warnings
+from oomph.devices.by_numbers import custom
+from oomph.devices.catalogue import all_devices
+from oomph.devices.device import Device
+from oomph.devices.lookup import find
+from oomph.devices.machine import detect
+
+__all__ = ["Device", "all_devices", "custom", "detect", "find", "warnings"]

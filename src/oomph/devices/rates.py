@@ -1,0 +1,97 @@
+"""What this CPU does per second: measured once, then kept in the user's cache."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from oomph.errors import InputError
+
+
+class CpuRates(msgspec.Struct, frozen=True):
+    """Measured on this machine, with the threads a run would have."""
+
+    tflops_fp32: float
+    tflops_bf16: float | None  # None where bf16 has no instructions
+    copy_gbs: float  # bytes read and bytes written
+
+
+def cpu_rates(cpu_name: str, threads: int, has_bf16: bool, measure: bool = True) -> CpuRates | None:
+    """The kept rates of this CPU, or freshly measured ones; None without torch, or where measuring fails.
+
+    With `measure=False` only kept ones.
+    """
+    version = torch_version()
+    if version is None:
+        return None
+    key = f"{cpu_name}, {threads} threads, torch {version}"
+    kept = _load(rates_file())
+    if key not in kept:
+        measured = _measure(has_bf16) if measure else None
+        if measured is None:
+            return None
+        kept[key] = measured
+        _save(rates_file(), kept)
+    return kept[key]
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can compute again."""
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "oomph"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "oomph" / "Cache"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "oomph"
+
+
+def rates_file() -> Path:
+    """The file with the rates of every CPU measured for this user."""
+    return cache_folder() / "cpu.json"
+
+
+def torch_version() -> str | None:
+    """The installed torch's version without importing it; None where there is none."""
+    from importlib import metadata, util
+
+    if util.find_spec("torch") is None:
+        return None
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _load(path: Path) -> dict[str, CpuRates]:
+    """What is kept; a missing or broken file counts as empty."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, CpuRates])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+
+
+def _save(path: Path, kept: dict[str, CpuRates]) -> None:
+    """Keep the rates; a folder that cannot be written only means measuring again next time."""
+    from oomph.files import write_whole
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(kept), indent=2))
+    except (OSError, InputError):
+        return
+
+
+def _measure(has_bf16: bool) -> CpuRates | None:
+    import subprocess
+
+    command = [sys.executable, "-m", "oomph.devices.measure_cpu", *(["bf16"] if has_bf16 else [])]
+    path = os.pathsep.join(entry for entry in sys.path if entry)  # the child finds what this process finds
+    try:
+        run = subprocess.run(
+            command, capture_output=True, timeout=120, check=True, env={**os.environ, "PYTHONPATH": path}
+        )
+        return msgspec.json.decode(run.stdout, type=CpuRates)
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError):
+        return None
