@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from oomph.predict.allocator_blocks import Block
-from oomph.predict.allocator_caching import CachingAllocator, OutOfMemory, Shortage
+from oomph.predict.allocator_caching import CachingAllocator, OutOfMemoryError, Shortage
 from oomph.step.ops import Buffer, Op, Section, Step
 
-__all__ = ["CachingAllocator", "OutOfMemory", "Place", "Reserved", "Shortage", "hand_over", "reserve"]
+__all__ = ["CachingAllocator", "OutOfMemoryError", "Place", "Reserved", "Shortage", "hand_over", "reserve"]
 
 BEFORE_THE_STEP = "before the first operation"
 
@@ -55,7 +55,7 @@ def reserve(
     try:
         for step in (steps,) if isinstance(steps, Step) else steps:
             fold.run(step)
-    except OutOfMemory as full:
+    except OutOfMemoryError as full:
         return fold.result(full.shortage)
     return fold.result()
 
@@ -103,7 +103,7 @@ class _Fold:
                             self._note_peak(section, op)
                     for buffer in op.frees:
                         free(live.pop(buffer))
-        except OutOfMemory:
+        except OutOfMemoryError:
             self.now = (section, op, buffer)
             raise
 

@@ -27,13 +27,13 @@ UNMAPPED = -1  # of address space without memory behind it, at an expandable seg
 class Block:
     """A stretch of one segment. Its neighbours are linked, so that free ones can merge."""
 
-    __slots__ = ("address", "size", "prev", "next", "key")
+    __slots__ = ("address", "key", "next", "prev", "size")
 
-    def __init__(self, address: int, size: int, prev: Block | None = None, next: Block | None = None) -> None:
+    def __init__(self, address: int, size: int, prev: Block | None = None, following: Block | None = None) -> None:
         self.address = address
         self.size = size
         self.prev = prev
-        self.next = next
+        self.next = following
         self.key = ALLOCATED  # positive while the block is free: its place in the pool
 
     def chain(self) -> Iterator[Block]:
@@ -50,7 +50,7 @@ class Pool:
     Two lists in step rather than one of tuples: a bisection over plain ints takes half the time.
     """
 
-    __slots__ = ("name", "keys", "blocks", "unmapped", "min_rest_bytes", "page_bytes")
+    __slots__ = ("blocks", "keys", "min_rest_bytes", "name", "page_bytes", "unmapped")
 
     def __init__(self, name: str, min_rest_bytes: int, page_bytes: int) -> None:
         self.name = name  # "small", "large": as a memory snapshot names its segments

@@ -56,7 +56,7 @@ class Shortage(msgspec.Struct, frozen=True):
         )
 
 
-class OutOfMemory(Exception):
+class OutOfMemoryError(Exception):
     """The card is full, and letting go of every unused segment did not help."""
 
     def __init__(self, shortage: Shortage) -> None:
@@ -71,16 +71,16 @@ class CachingAllocator:
     """
 
     __slots__ = (
+        "allocated_bytes",
         "capacity_bytes",
         "expandable_segments",
-        "allocated_bytes",
-        "peak_allocated_bytes",
-        "reserved_bytes",
-        "peak_reserved_bytes",
-        "retries",
-        "small",
         "large",
         "next_address",
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "reserved_bytes",
+        "retries",
+        "small",
     )
 
     def __init__(self, capacity_bytes: int | None = None, expandable_segments: bool = False) -> None:
@@ -97,7 +97,7 @@ class CachingAllocator:
         self.next_address = FIRST_ADDRESS
 
     def allocate(self, requested_bytes: int) -> Block:
-        """The block that serves a request. Raises OutOfMemory. An empty request takes no memory."""
+        """The block that serves a request. Raises OutOfMemoryError. An empty request takes no memory."""
         size = requested_bytes + (BLOCK_BYTES - 1) & -BLOCK_BYTES
         if size <= 0:
             if requested_bytes < 0:
@@ -192,6 +192,10 @@ class CachingAllocator:
         """The largest cached block: what the next request can get without asking the driver."""
         return max(self.small.largest_free_bytes, self.large.largest_free_bytes)
 
+    def pool_of(self, size_bytes: int) -> Pool:
+        """The pool of a block in use, which its size tells."""
+        return self.small if size_bytes <= SMALL_BYTES else self.large
+
     def take_from_driver(self, size_bytes: int) -> bool:
         """Reserve that much more, if the card has it."""
         reserved = self.reserved_bytes + size_bytes
@@ -222,7 +226,7 @@ class CachingAllocator:
             block = self._ask_driver(pool, size)
         if block is None:
             capacity_bytes = self.capacity_bytes or 0  # without a capacity the driver never refuses
-            raise OutOfMemory(
+            raise OutOfMemoryError(
                 Shortage(
                     requested_bytes=requested_bytes,
                     tried_bytes=segment_bytes(size),

@@ -39,6 +39,8 @@ def grow(allocator: CachingAllocator, pool: Pool, size: int) -> Block | None:
 
     Pages mapped before the card ran out stay mapped, as they do in PyTorch.
     """
+    if allocator.capacity_bytes is not None and size > allocator.capacity_bytes:
+        return None  # not even the address space of a new segment would hold it
     block = _lowest_room(allocator, pool, size)
     if block.key == UNMAPPED and not _map(allocator, pool, block, min(block.size, size)):
         return None

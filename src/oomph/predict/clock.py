@@ -38,6 +38,9 @@ ALIGNED = 8  # elements: 16 bytes of half precision; below that, loads are not v
 UNALIGNED_SHARE = 0.6
 
 
+_Bounds = tuple[float, float, float]  # slow, likely, fast
+
+
 class Rates(Protocol):
     """What the clock asks of a device."""
 
@@ -73,42 +76,47 @@ class Times(msgspec.Struct, frozen=True):
 
 def predict_times(step: Step, device: Rates, *, compiled: bool) -> Times | None:
     """How long the step takes on the device; None where the device's rates are not known."""
-    if device.bandwidth_gbs is None or device.peak_tflops("float32", allow_tf32=False) is None:
+    if device.bandwidth_gbs is None or device.peak_tflops("float16") is None:
         return None
-    fast, likely, slow = (_run(step, device, compiled, bound) for bound in (2, 1, 0))
+    known: dict[tuple[object, ...], _Bounds] = {}  # a model's blocks repeat: few operations are really different
+    step_s, eval_s = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+    for section in step.sections:
+        evaluation = bool(section.ops) and section.ops[0].phase is Phase.EVAL
+        sums = [0.0, 0.0, 0.0]
+        for op in section.ops:
+            key = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved)
+            bounds = known.get(key)
+            if bounds is None:
+                bounds = known[key] = _op_bounds(op, device, compiled)
+            sums[0] += bounds[0]
+            sums[1] += bounds[1]
+            sums[2] += bounds[2]
+        if evaluation:
+            eval_s = sums
+        else:
+            step_s = [total + section.times * seconds for total, seconds in zip(step_s, sums, strict=True)]
+    slow, likely, fast = (Seconds(*pair) for pair in zip(step_s, eval_s, strict=True))
     return Times(fast, likely, slow)
 
 
-def _run(step: Step, device: Rates, compiled: bool, bound: int) -> Seconds:
-    """Seconds at one end of every constant: 0 the slow, 1 the likely, 2 the fast."""
-    launch_s = 0.0 if device.kind == "cpu" else (COMPILED_LAUNCH_S if compiled else EAGER_LAUNCH_S)[bound]
-    rates: dict[str, float] = {}
-    bytes_per_s = (device.bandwidth_gbs or 0.0) * 1e9 * BANDWIDTH_SHARE[bound]
-    step_s = eval_s = 0.0
-    for section in step.sections:
-        section_s = sum(_op_s(op, device, rates, bytes_per_s, launch_s, bound) for op in section.ops)
-        if section.ops and section.ops[0].phase is Phase.EVAL:
-            eval_s = section_s
-        else:
-            step_s += section_s * section.times
-    return Seconds(step_s, eval_s)
-
-
-def _op_s(
-    op: Op, device: Rates, rates: dict[str, float], bytes_per_s: float, launch_s: float, bound: int
-) -> float:
+def _op_bounds(op: Op, device: Rates, compiled: bool) -> _Bounds:
+    """Seconds at the slow, the likely and the fast end of every constant."""
     if op.kernel is Kernel.NONE:
-        return 0.0
-    moving_s = op.bytes_moved / bytes_per_s
+        return 0.0, 0.0, 0.0
+    slow, likely, fast = (_op_s(op, device, compiled, bound) for bound in range(3))
+    return slow, likely, fast
+
+
+def _op_s(op: Op, device: Rates, compiled: bool, bound: int) -> float:
+    launch_s = 0.0 if device.kind == "cpu" else (COMPILED_LAUNCH_S if compiled else EAGER_LAUNCH_S)[bound]
+    moving_s = op.bytes_moved / ((device.bandwidth_gbs or 0.0) * 1e9 * BANDWIDTH_SHARE[bound])
     if not op.flops or op.kernel not in (Kernel.GEMM, Kernel.ATTENTION):
         return max(moving_s, launch_s)
-    if op.dtype not in rates:
-        rates[op.dtype] = _flops_per_s(device, op.dtype, bound)
     if op.kernel is Kernel.ATTENTION:
         share = ATTENTION_SHARE[bound]
     else:
         share = gemm_share(op.shape, device.sm_count or 1, op.dtype) if device.kind != "cpu" else 1.0
-    return max(op.flops / (rates[op.dtype] * share), moving_s, launch_s)
+    return max(op.flops / (_flops_per_s(device, op.dtype, bound) * share), moving_s, launch_s)
 
 
 def _flops_per_s(device: Rates, dtype: str, bound: int) -> float:

@@ -16,6 +16,7 @@ from oomph.units import MIB, mib
 
 CONTEXT_SPREAD_MIB = 100.0  # the context's size is known to about this much, from card to card and driver to driver
 ALLOCATED_SPREAD = 0.05  # what a simulated step may miss: kernels chosen, fusions, a library's own workspaces
+ROUNDING = "rounding by the allocator"
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -52,42 +53,61 @@ class Footprint(msgspec.Struct, frozen=True):
 def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserve_mib: float = 0.0) -> Footprint:
     """The memory of a process that runs these steps, the run's first ones, one after another."""
     on_cpu = device.kind == "cpu"
-    peak = max((find_peak(step, 1 if on_cpu else CUDA_ROUNDING_BYTES) for step in steps), key=lambda p: p.allocated_bytes)
+    peak = max(
+        (find_peak(step, 1 if on_cpu else CUDA_ROUNDING_BYTES) for step in steps), key=lambda p: p.allocated_bytes
+    )
     context_mib = device.context_mib or 0.0
     capacity_mib = device.usable_mib - reserve_mib if device.usable_mib is not None else None
     room_mib = None if capacity_mib is None else capacity_mib - context_mib
-    reserved_mib, fits, retries = _reserved(steps, peak, config, room_mib, on_cpu)
-    total_mib = context_mib + reserved_mib
-    allocated_mib = mib(peak.allocated_bytes)
+    held = _on_cpu(peak, room_mib) if on_cpu else _on_gpu(steps, config, room_mib)
+    total_mib = context_mib + held.reserved_mib
     return Footprint(
         total_mib=total_mib,
-        allocated_mib=allocated_mib,
-        reserved_mib=reserved_mib,
+        allocated_mib=held.allocated_mib,
+        reserved_mib=held.reserved_mib,
         context_mib=context_mib,
         capacity_mib=capacity_mib,
-        fits=fits,
+        fits=held.fits,
         headroom_mib=None if capacity_mib is None else capacity_mib - total_mib,
-        retries=retries,
+        retries=held.retries,
         peak_at=peak.at,
-        breakdown=tuple(Part(name, mib(size)) for name, size in peak.by_kind().items()),
-        low_mib=allocated_mib * (1 - ALLOCATED_SPREAD) + max(0.0, context_mib - CONTEXT_SPREAD_MIB),
-        high_mib=reserved_mib * (1 + ALLOCATED_SPREAD) + context_mib + CONTEXT_SPREAD_MIB,
+        breakdown=_breakdown(peak, held.allocated_mib),
+        low_mib=held.allocated_mib * (1 - ALLOCATED_SPREAD) + max(0.0, context_mib - CONTEXT_SPREAD_MIB),
+        high_mib=held.reserved_mib * (1 + ALLOCATED_SPREAD) + context_mib + CONTEXT_SPREAD_MIB,
         peak=peak,
     )
 
 
-def _reserved(
-    steps: Sequence[Step], peak: Peak, config: TrainConfig, room_mib: float | None, on_cpu: bool
-) -> tuple[float, bool | None, int]:
-    """MiB reserved, whether that fits into `room_mib`, and how often the cache is given back to make it fit."""
-    if on_cpu:  # the CPU's allocator keeps no cache
-        reserved_mib = mib(peak.allocated_bytes)
-        return reserved_mib, None if room_mib is None else reserved_mib <= room_mib, 0
+def _breakdown(peak: Peak, allocated_mib: float) -> tuple[Part, ...]:
+    """Shares of the peak; the last is what the allocator adds to what tensors ask for."""
+    shares = [Part(name, mib(size)) for name, size in peak.by_kind().items()]
+    added_mib = allocated_mib - sum(part.mib for part in shares)
+    return (*shares, Part(ROUNDING, added_mib)) if added_mib > 0 else tuple(shares)
+
+
+class _Held(msgspec.Struct, frozen=True):
+    """What the allocator holds, and whether the device can give it."""
+
+    allocated_mib: float
+    reserved_mib: float
+    fits: bool | None
+    retries: int = 0
+
+
+def _on_cpu(peak: Peak, room_mib: float | None) -> _Held:
+    """The CPU's allocator keeps no cache."""
+    allocated_mib = mib(peak.allocated_bytes)
+    return _Held(allocated_mib, allocated_mib, None if room_mib is None else allocated_mib <= room_mib)
+
+
+def _on_gpu(steps: Sequence[Step], config: TrainConfig, room_mib: float | None) -> _Held:
+    """First on a card with room; where that is too much, on this card, which gives cache back before it fails."""
     roomy = reserve(steps, None, config.expandable_segments)
-    reserved_mib = mib(roomy.peak_reserved_bytes)
+    allocated_mib, reserved_mib = mib(roomy.peak_allocated_bytes), mib(roomy.peak_reserved_bytes)
     if room_mib is None or reserved_mib <= room_mib:
-        return reserved_mib, None if room_mib is None else True, 0
-    if room_mib <= 0 or mib(roomy.peak_allocated_bytes) > room_mib:
-        return reserved_mib, False, 0
-    tight = reserve(steps, int(room_mib * MIB), config.expandable_segments)
-    return (mib(tight.peak_reserved_bytes), True, tight.retries) if tight.fits else (reserved_mib, False, 0)
+        return _Held(allocated_mib, reserved_mib, None if room_mib is None else True)
+    if 0 < allocated_mib <= room_mib:
+        tight = reserve(steps, int(room_mib * MIB), config.expandable_segments)
+        if tight.fits:
+            return _Held(mib(tight.peak_allocated_bytes), mib(tight.peak_reserved_bytes), True, tight.retries)
+    return _Held(allocated_mib, reserved_mib, False)

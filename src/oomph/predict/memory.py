@@ -9,7 +9,6 @@ import msgspec
 from oomph.step.ops import Buffer, Kind, Op, Section, Step
 
 CUDA_ROUNDING_BYTES = 512  # kMinBlockSize in PyTorch's c10/core/AllocatorConfig.h
-ROUNDING = "rounding to 512 bytes"
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -23,7 +22,7 @@ class Moment(msgspec.Struct, frozen=True):
 class Peak(msgspec.Struct, frozen=True):
     """The fullest moment, and every buffer alive in it, the largest first."""
 
-    allocated_bytes: int  # torch.cuda.max_memory_allocated, to the byte
+    allocated_bytes: int  # each buffer rounded up; the caching allocator may add the tail of a block it does not split
     section: Section
     op: Op
     live: tuple[Buffer, ...]
@@ -34,16 +33,11 @@ class Peak(msgspec.Struct, frozen=True):
         return f"{self.section.name}, {self.op.phase.value}: {self.op.name}"
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes of each kind of buffer at the peak, and what rounding adds; they sum to `allocated_bytes`."""
+        """Bytes of each kind of buffer at the peak, before rounding."""
         totals: dict[str, int] = {}
         for buffer in self.live:
             totals[buffer.kind.value] = totals.get(buffer.kind.value, 0) + buffer.bytes
-        order = [kind.value for kind in Kind if kind.value in totals]
-        shares = {name: totals[name] for name in order}
-        rounding = self.allocated_bytes - sum(shares.values())
-        if rounding:
-            shares[ROUNDING] = rounding
-        return shares
+        return {kind.value: totals[kind.value] for kind in Kind if kind.value in totals}
 
 
 def rounded(size_bytes: int, rounding_bytes: int) -> int:

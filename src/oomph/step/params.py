@@ -36,6 +36,12 @@ class Parameter(msgspec.Struct, frozen=True):
         """How many numbers it holds."""
         return prod(self.shape)
 
+    @property
+    def block(self) -> int | None:
+        """The transformer block it belongs to."""
+        _, _, rest = self.name.partition(".h.")
+        return int(rest.partition(".")[0]) if rest else None
+
 
 def _parameter(name: str, *shape: int) -> Parameter:
     return Parameter(name, shape, len(shape) >= 2)

@@ -1,0 +1,214 @@
+"""The op list of one training step of any nn.Module under torch.compile: no card, no Triton, nothing computed.
+
+The model's graphs are taken on fake tensors (`compiled_capture`), inductor plans them for a card (`compiled_inductor`),
+its plan is read as operations on buffers (`compiled_lines`), and nanoGPT's loop is put around it (`compiled_loop`).
+Only what inductor would write to memory is a buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from oomph.config.schema import NEWEST_TORCH, TrainConfig
+from oomph.step.compiled_capture import capture
+from oomph.step.compiled_inductor import plan
+from oomph.step.compiled_lines import GraphOps, Reader
+from oomph.step.compiled_loop import Loop, Programs
+from oomph.step.gpt_eager_optimizer import Optimizer
+from oomph.step.gpt_eager_run import Run, Sizes
+from oomph.step.ops import Buffer, Kind, Phase, Step
+from oomph.step.params import Parameter
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: the loss's backward no longer writes the targets out as a matrix
+
+Model = nn.Module | Callable[[], nn.Module]
+
+
+def compiled(
+    model: Model,
+    inputs: Sequence[torch.Tensor],
+    *,
+    dtype: str = "bfloat16",
+    autocast: bool = True,
+    cuda: bool = True,
+    optimizer: str = "adamw",
+    optimizer_loop: str = "fused",
+    accumulation: int = 3,
+    grad_clip: float = 1.0,
+    keep_output: bool = True,
+    first: bool = False,
+    eval_iters: int = 200,
+    torch_version: str = NEWEST_TORCH,
+    workspace_bytes: Sequence[int] = (),
+) -> Step:
+    """One optimizer step and one evaluation of `torch.compile(model)(*inputs)`.
+
+    `model` is a module, or a function that builds one, which is then called on fake tensors. Its loss is the first
+    scalar it returns; everything else it returns counts as returned to the caller, who holds it if `keep_output`.
+    With `cuda` the plan is a card's, on any machine; without, this CPU's. `first` is a run's first step.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mode:
+        built = _on_fakes(model, fake_mode)
+        batch = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
+        if not autocast:
+            built = built.to(_DTYPES[dtype])
+    half = _DTYPES[dtype] if autocast and dtype != "float32" else None
+    made = _Maker(built, batch, half, cuda, fake_mode, torch_version).programs()
+    found = [(n, p) for n, p in built.named_parameters() if p.requires_grad]
+    config = TrainConfig(
+        dtype=dtype, autocast=autocast, optimizer=optimizer, optimizer_loop=optimizer_loop, grad_clip=grad_clip
+    )
+    parameters = [Buffer(n, p.numel() * p.element_size(), Kind.PARAMETERS) for n, p in _state(built).items()]
+    updater = _ModelOptimizer(config, cuda, [Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in found])
+    loop = Loop(made, accumulation, 2 * eval_iters, keep_output)
+    return loop.step(updater, parameters, first, workspace_bytes)
+
+
+class _ModelOptimizer(Optimizer):
+    """The optimizer of a model that is not described by a config."""
+
+    def __init__(self, config: TrainConfig, cuda: bool, everything: list[Parameter]) -> None:
+        super().__init__(config, Run(Sizes(config, cuda)))
+        self.everything = tuple(everything)
+        self.matrices = [p for p in everything if p in self.matrices]
+        rest = [p for p in everything if p not in self.matrices]
+        self.groups = [[p for p in rest if p.decayed], [p for p in rest if not p.decayed]]
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, then buffers: the order in which the graphs take them."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
+    """The model on fake tensors: built there, or copied there without its memory."""
+    if not isinstance(model, nn.Module):
+        return model()
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        fake = mode.from_tensor(tensor)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(model, memo)
+
+
+class _Maker:
+    """Turns a model into the programs that inductor would generate for it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Sequence[torch.Tensor],
+        half: torch.dtype | None,
+        cuda: bool,
+        fake_mode: FakeTensorMode,
+        torch_version: str,
+    ) -> None:
+        self.model, self.inputs, self.half, self.cuda, self.fake_mode = model, batch, half, cuda, fake_mode
+        version = tuple(int(part) for part in torch_version.split(".")[:2])
+        self.older = {"optimize_scatter_upon_const_tensor": False} if version < _ONE_HOT_BEFORE else {}
+        self.state = [Buffer(name, t.nbytes, Kind.PARAMETERS) for name, t in _state(model).items()]
+        self.batch = [Buffer(f"batch.{i}", t.nbytes, Kind.INPUTS) for i, t in enumerate(batch)]
+        self.graphs: dict[str, GraphOps] = {}
+        self.shapes: list[torch.Tensor] = []  # what the model returns, in order
+        self.visible = 0
+        self.zeros: dict[int, Buffer] = {}  # by output: the gradient that autograd makes up for it
+
+    def programs(self) -> Programs:
+        """Forward and backward in training, then the forward of an evaluation."""
+        self._capture()
+        self.model.eval()
+        with torch.no_grad():
+            self._capture()
+        self.model.train()
+        forward, backward, inference = (self.graphs[name] for name in ("forward", "backward", "inference"))
+        returned = forward.outputs[: self.visible]
+        loss = self._loss_index()
+        found = zip(_state(self.model), backward.outputs, strict=False)
+        return Programs(
+            batch=tuple(self.batch),
+            forward=forward.ops,
+            loss=_present(returned[loss]),
+            outputs=tuple(b for i, b in enumerate(returned) if i != loss and b is not None),
+            zeros=tuple(self.zeros.values()),
+            backward=backward.ops,
+            grads={name: buffer for name, buffer in found if buffer is not None},
+            evaluation=inference.ops,
+            evaluation_outputs=tuple(b for b in inference.outputs if b is not None),
+        )
+
+    def _capture(self) -> None:
+        with self.fake_mode, inductor_config.patch(self.older):
+            capture(
+                self.model,
+                self.inputs,
+                self._outputs,
+                self._on_graph,
+                half=self.half,
+                cuda=self.cuda,
+                fake_mode=self.fake_mode,
+            )
+
+    def _outputs(self, result: Any) -> tuple[torch.Tensor, ...]:
+        if not isinstance(result, torch.Tensor | tuple | list | dict):
+            result = dict(result)  # a ModelOutput of transformers
+        self.shapes = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return tuple(self.shapes)
+
+    def _loss_index(self) -> int:
+        return next((i for i, tensor in enumerate(self.shapes) if tensor.dim() == 0), 0)
+
+    def _vocabulary_numel(self) -> int:
+        """From how many elements on a buffer counts as logits: those of the widest row a model computes."""
+        rows = max((t.numel() for t in self.inputs), default=0)
+        widest = max((p.shape[0] for p in self.model.parameters() if p.dim() == 2), default=0)
+        return rows * widest
+
+    def _on_graph(self, name: str, graph: GraphModule, inputs: Sequence[Any], context: TracingContext) -> None:
+        backward, inference = name == "backward", name == "inference"
+        if not backward:
+            self.visible = len(self.shapes)
+        visible = 0 if backward else self.visible
+        planned = plan(graph, inputs, cuda=self.cuda, backward=backward, inference=inference, visible=visible)
+        buffers: list[Buffer | None]
+        if backward:
+            buffers = self._backward_inputs(planned.graph.graph_inputs, inputs)
+            held = {*self.state, *(b for b in self.graphs["forward"].outputs[: self.visible] if b is not None)}
+        else:
+            buffers = [*self.state, *self.batch]
+            held = {*self.state, *self.batch}
+        phase = Phase.BACKWARD if backward else Phase.EVAL if inference else Phase.FORWARD
+        self.graphs[name] = Reader(planned, phase, buffers, held, self._vocabulary_numel(), backward).read()
+
+    def _backward_inputs(self, names: Sequence[str], inputs: Sequence[Any]) -> list[Buffer | None]:
+        """What forward saved, in order, then a gradient for each output: zeros, but for the loss."""
+        saved = iter(self.graphs["forward"].outputs[self.visible :])
+        wanted = [i for i, tensor in enumerate(self.shapes) if tensor.is_floating_point()]
+        buffers: list[Buffer | None] = []
+        for name, tensor in zip(names, inputs, strict=True):
+            if not name.startswith("tangents"):
+                buffers.append(next(saved))
+                continue
+            output = wanted.pop(0)
+            buffer = Buffer(f"output.{output}.zeros", tensor.nbytes, Kind.LOGITS)
+            buffers.append(None if output == self._loss_index() else buffer)
+            if output != self._loss_index():
+                self.zeros[output] = buffer
+        return buffers
+
+
+def _present(buffer: Buffer | None) -> Buffer:
+    if buffer is None:
+        raise ValueError("the model returned no loss: a scalar that depends on its parameters")
+    return buffer

@@ -1,0 +1,273 @@
+"""Inductor's wrapper lines read as operations on buffers.
+
+A storage is known by the names that point to it. Reuse gives it a new name; it is freed when the last name goes,
+unless somebody outside the graph holds it too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+from torch._inductor import ir
+from torch._inductor.codegen import wrapper as lines
+
+from oomph.step.compiled_inductor import Planned, storage_bytes, view_numel
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
+
+_BLOCK = re.compile(r"(?:^|\.)(?:h|layers?|blocks?)\.(\d+)(?:\.|$)")
+_ASSIGNMENT = re.compile(r"^(\w+) = (workspace_\w+)\[")
+_LOSS_OPS = ("log_softmax", "nll_loss", "cross_entropy", "prepare_softmax_online")
+_HALVES = ("bfloat16", "float16")
+
+
+class GraphOps(msgspec.Struct, frozen=True):
+    """One compiled graph: its operations, and the storage behind each input and output (None: no tensor)."""
+
+    ops: tuple[Op, ...]
+    inputs: tuple[Buffer | None, ...]
+    outputs: tuple[Buffer | None, ...]
+
+
+class _Storage:
+    """A buffer, and the names by which the generated program knows it."""
+
+    __slots__ = ("buffer", "held", "names")
+
+    def __init__(self, buffer: Buffer, held: bool) -> None:
+        self.buffer, self.held, self.names = buffer, held, set[str]()
+
+
+class Reader:
+    """Reads one graph's lines into operations."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        phase: Phase,
+        inputs: Sequence[Buffer | None],
+        held: Collection[Buffer],
+        vocabulary_numel: int,
+        gradients: bool,
+    ) -> None:
+        self.planned, self.phase, self.held = planned, phase, set(held)
+        self.vocabulary_numel, self.gradients = vocabulary_numel, gradients
+        self.inputs = tuple(inputs)
+        self.storages: dict[str, _Storage] = {}
+        self.by_buffer: dict[Buffer, _Storage] = {}
+        self.ops: list[Op] = []
+        self.fresh: list[Buffer] = []  # allocated since the last operation
+        self.written: list[str] = []  # names that the next operation writes
+        self.output_names = [self._output_name(output) for output in planned.graph.graph_outputs]
+        for name, buffer in zip(planned.graph.graph_inputs, inputs, strict=True):
+            if buffer is not None:
+                self._bind(name, buffer)
+
+    def read(self) -> GraphOps:
+        """Every line, then the frees that happen when the program returns."""
+        for line in self.planned.lines:
+            self._line(line)
+        self._return()
+        outputs = tuple(self.storages[name].buffer if name in self.storages else None for name in self.output_names)
+        return GraphOps(tuple(self.ops), self.inputs, outputs)
+
+    def _line(self, line: Any) -> None:
+        match line:
+            case lines.AllocateLine():
+                self._allocate(line.node)
+            case lines.ReuseLine():
+                self._rename(line.node.get_name(), line.reused_as.get_name(), line.delete_old)
+            case lines.ReinterpretLine():
+                self._rename(line.node.get_name(), line.reused_as.get_name(), False)
+            case lines.FreeIfNotReusedLine():
+                if not line.is_reused:
+                    self._drop(line.node.get_name())
+            case lines.FreeLine():
+                self._drop(line.node.get_name())
+            case lines.MultiOutputLine():
+                self._multi_output(line)
+            case lines.KernelCallLine():
+                self._kernel(line)
+            case lines.ExternKernelOutLine() | lines.ExternKernelAllocLine():
+                self._extern(line.node)
+            case str():
+                self._text(line)
+
+    # --- storages -------------------------------------------------------------------------------
+    def _bind(self, name: str, buffer: Buffer) -> None:
+        storage = self.by_buffer.get(buffer)
+        if storage is None:
+            storage = self.by_buffer[buffer] = _Storage(buffer, buffer in self.held)
+        storage.names.add(name)
+        self.storages[name] = storage
+
+    def _allocate(self, node: Any) -> None:
+        name = node.get_name()
+        buffer = Buffer(self._name(node), storage_bytes(self.planned, node), self._kind(node), self._block(node))
+        self._bind(name, buffer)
+        self.fresh.append(buffer)
+        self.written.append(name)
+
+    def _rename(self, old: str, new: str, delete_old: bool) -> None:
+        storage = self.storages.get(old)
+        if storage is None:
+            return
+        storage.names.add(new)
+        self.storages[new] = storage
+        if delete_old and old not in self.output_names:
+            storage.names.discard(old)
+            del self.storages[old]
+        self.written.append(new)
+
+    def _drop(self, name: str) -> None:
+        storage = self.storages.get(name)
+        if storage is None or name in self.output_names:
+            return
+        del self.storages[name]
+        storage.names.discard(name)
+        if not storage.names and not storage.held and self.ops:
+            self.ops[-1] = msgspec.structs.replace(self.ops[-1], frees=(*self.ops[-1].frees, storage.buffer))
+
+    def _return(self) -> None:
+        kept = {self.storages[name] for name in self.output_names if name in self.storages}
+        left = {id(s): s for s in self.storages.values() if s not in kept and not s.held}
+        if left or self.fresh:
+            frees = tuple(storage.buffer for storage in left.values())
+            self.ops.append(Op("return", self.phase, tuple(self.fresh), frees))
+
+    # --- operations -----------------------------------------------------------------------------
+    def _add(self, name: str, kernel: Kernel, temporaries: tuple[Buffer, ...] = (), **facts: Any) -> None:
+        allocates = (*self.fresh, *temporaries)
+        self.ops.append(Op(name, self.phase, allocates, temporaries, kernel, **facts))
+        self.fresh.clear()
+        self.written.clear()
+
+    def _kernel(self, line: Any) -> None:
+        arguments = dict.fromkeys(str(a) for a in line.call_args)
+        touched = {id(s): s.buffer.bytes for a in arguments if (s := self.storages.get(a)) is not None}
+        written = self.written[-1] if self.written else next((a for a in reversed(arguments) if a in self.storages), "")
+        node = self._node(written)
+        kernel = Kernel.REDUCTION if "_red_" in line.kernel_name or "_per_" in line.kernel_name else Kernel.POINTWISE
+        if "embedding" in line.kernel_name:
+            kernel = Kernel.INDEX
+        dtype = str(node.get_dtype()).removeprefix("torch.") if node is not None else "float32"
+        name = self._name(node) if node is not None else line.kernel_name
+        self._add(name, kernel, dtype=dtype, bytes_moved=_gathered(list(touched.values()), kernel))
+
+    def _extern(self, node: Any) -> None:
+        sizes = [tuple(int(s) for s in i.get_size()) for i in node.inputs if hasattr(i, "get_size")]
+        moved = sum(view_numel(i) * i.get_dtype().itemsize for i in node.inputs if hasattr(i, "get_size"))
+        name = self._name(node)
+        label = str(getattr(node, "op_overload", None) or getattr(node, "python_kernel_name", ""))
+        if "attention" in label:
+            self._attention(node, name, label, sizes, moved)
+            return
+        out = view_numel(node) if not isinstance(node.layout, ir.MultiOutputLayout | ir.NoneLayout) else 0
+        dtype = str(node.get_dtype()).removeprefix("torch.") if out else "float32"
+        moved += out * (node.get_dtype().itemsize if out else 0)
+        if label.endswith(("mm", "bmm", "addmm")) and len(sizes) >= 2:
+            left, right = sizes[-2:]
+            batch = left[0] if len(left) == 3 else 1
+            shape = (batch, left[-2], right[-1], left[-1])
+            flops = 2 * batch * left[-2] * right[-1] * left[-1]
+            self._add(name, Kernel.GEMM, shape=shape, flops=flops, bytes_moved=moved, dtype=dtype)
+        else:
+            self._add(name, Kernel.POINTWISE, bytes_moved=moved, dtype=dtype)
+
+    def _attention(self, node: Any, name: str, label: str, sizes: list[tuple[int, ...]], moved: int) -> None:
+        backward = "backward" in label
+        batch, heads, tokens, size = sizes[1]
+        temporaries: tuple[Buffer, ...] = ()
+        if backward and "flash_attention_for_cpu" not in label:
+            rows = -(-tokens // 128) * 128  # the kernel works on rows of 128 and columns of 32
+            columns = -(-size // 32) * 32
+            block = self._block(node)
+            temporaries = (
+                Buffer(f"{name}.softmax_d", 4 * batch * heads * rows, Kind.ATTENTION, block),
+                Buffer(f"{name}.dq_accum", 4 * batch * heads * rows * columns, Kind.ATTENTION, block),
+            )
+        flops = (5 if backward else 2) * batch * heads * tokens * tokens * size  # causal: half of 2·T·T·size a product
+        shape = (batch, heads, tokens, size)
+        dtype = str(node.inputs[0].get_dtype()).removeprefix("torch.")
+        self._add(name, Kernel.ATTENTION, temporaries, shape=shape, flops=flops, bytes_moved=2 * moved, dtype=dtype)
+
+    def _multi_output(self, line: Any) -> None:
+        node = self.planned.graph.get_buffer(line.result_name)
+        if node is None or not self.ops:
+            return
+        buffer = Buffer(self._name(node), storage_bytes(self.planned, node), self._kind(node), self._block(node))
+        self._bind(line.result_name, buffer)
+        last = self.ops[-1]
+        self.ops[-1] = msgspec.structs.replace(last, allocates=(*last.allocates, buffer))
+
+    def _text(self, line: str) -> None:
+        """The one computation inductor writes as text: the last round of a split reduction."""
+        if (found := _ASSIGNMENT.match(line.strip())) is None:
+            return
+        node = self.planned.graph.get_buffer(found[1])
+        if node is not None:
+            self._allocate(node)
+            self._add(self._name(node), Kernel.REDUCTION, bytes_moved=self.storages[found[2]].buffer.bytes)
+
+    # --- what a buffer is -----------------------------------------------------------------------
+    def _node(self, name: str) -> Any:
+        return self.planned.graph.try_get_buffer(name) if name else None
+
+    def _output_name(self, output: Any) -> str:
+        return "" if isinstance(output, ir.NoneAsConstantBuffer | ir.ShapeAsConstantBuffer) else str(output.get_name())
+
+    def _origin(self, node: Any) -> Any:
+        origins = list(node.get_origins()) if hasattr(node, "get_origins") else []
+        named = [origin for origin in origins if (origin.meta.get("custom") or {}).get("module") is not None]
+        return named[-1] if named else (origins[-1] if origins else None)
+
+    def _module(self, node: Any) -> str:
+        origin = self._origin(node)
+        return str((origin.meta.get("custom") or {}).get("module") or "") if origin is not None else ""
+
+    def _name(self, node: Any) -> str:
+        origin, module = self._origin(node), self._module(node)
+        what = origin.name if origin is not None else node.get_name()
+        return f"{module}.{what}".lstrip(".")
+
+    def _block(self, node: Any) -> int | None:
+        found = _BLOCK.search(self._module(node))
+        return int(found[1]) if found else None
+
+    def _kind(self, node: Any) -> Kind:
+        origins = list(node.get_origins()) if hasattr(node, "get_origins") else []
+        targets = " ".join(str(origin.target) for origin in origins)
+        if isinstance(node, lines.WorkspaceArg):
+            return Kind.TEMPORARY
+        if view_numel(node) >= self.vocabulary_numel > 0 or any(part in targets for part in _LOSS_OPS):
+            return Kind.LOGITS
+        if node.get_name() in self.output_names and self.gradients:
+            return Kind.GRADIENTS
+        if origins and _only_casts(origins):
+            return Kind.HALF_WEIGHTS
+        if "attention" in targets:
+            return Kind.ATTENTION
+        return Kind.ACTIVATIONS if self.phase is not Phase.BACKWARD else Kind.TEMPORARY
+
+
+def _only_casts(origins: Sequence[Any]) -> bool:
+    """Whether a buffer is a parameter in another dtype: casts and transposes of a graph input, nothing else."""
+    for origin in origins:
+        if origin.op == "placeholder":
+            continue
+        name = str(origin.target)
+        if not ("convert_element_type" in name or "permute" in name or "_to_copy" in name):
+            return False
+        if "convert_element_type" in name and origin.args[0].op != "placeholder":
+            return False
+    return True
+
+
+def _gathered(sizes: Sequence[int], kernel: Kernel) -> int:
+    """Bytes an operation touches; of a table it gathers from or scatters to, no more than the rows it uses."""
+    if kernel is not Kernel.INDEX or len(sizes) < 2:
+        return sum(sizes)
+    largest, second = sorted(sizes, reverse=True)[:2]
+    return sum(sizes) - largest + min(largest, second)

@@ -1,0 +1,75 @@
+"""Buffers as inductor's generated program handles them: a dead buffer's memory serves the next one of its size.
+
+Inductor frees a buffer after its last use, unless a later buffer of the same type and size will take it over; then
+it is not freed in between. So which frees happen is known only at the end.
+"""
+
+from __future__ import annotations
+
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
+
+Record = tuple[str, tuple[Buffer, ...], list[Buffer], Kernel, tuple[int, ...], str, int, int]
+
+
+class Generated:
+    """A generated program while it is written: operations in order, and dead buffers that may serve again."""
+
+    __slots__ = ("block", "dead", "dtype", "frees", "fresh", "phase", "records")
+
+    def __init__(self, phase: Phase, dtype: str) -> None:
+        self.phase = phase
+        self.dtype = dtype  # of the matrix products
+        self.block: int | None = None
+        self.records: list[Record] = []
+        self.frees: list[Buffer] = []  # of the operation written last
+        self.fresh: list[Buffer] = []  # for the operation about to be written
+        self.dead: dict[tuple[int, int], list[tuple[list[Buffer], Buffer]]] = {}
+
+    def new(self, name: str, count: int, item_bytes: int, kind: Kind) -> Buffer:
+        """A buffer that the next operation writes: a dead one of its type and size, or a fresh one."""
+        waiting = self.dead.get((item_bytes, count))
+        if waiting:
+            frees, buffer = waiting.pop()
+            frees.remove(buffer)
+            return buffer
+        return self.made(name, count * item_bytes, kind)
+
+    def made(self, name: str, size_bytes: int, kind: Kind) -> Buffer:
+        """A buffer that the next operation allocates itself: never a reused one."""
+        buffer = Buffer(name, size_bytes, kind, self.block)
+        self.fresh.append(buffer)
+        return buffer
+
+    def run(
+        self,
+        name: str,
+        kernel: Kernel,
+        moved: int,
+        flops: int = 0,
+        shape: tuple[int, ...] = (),
+        temporaries: tuple[Buffer, ...] = (),
+    ) -> None:
+        """Write the operation that fills the buffers asked for since the last one."""
+        self.frees = frees = list(temporaries)
+        dtype = self.dtype if flops else "float32"
+        self.records.append((name, (*self.fresh, *temporaries), frees, kernel, shape, dtype, flops, moved))
+        self.fresh = []
+
+    def product(self, name: str, m: int, n: int, k: int, item_bytes: int) -> None:
+        """A matrix product (m × k) · (k × n)."""
+        self.run(name, Kernel.GEMM, (m * k + k * n + m * n) * item_bytes, 2 * m * n * k, (1, m, n, k))
+
+    def drop(self, item_bytes: int, *buffers: Buffer) -> None:
+        """The program's own buffers are dead after the last operation: freed, or taken over by a later buffer."""
+        for buffer in buffers:
+            self.frees.append(buffer)
+            self.dead.setdefault((item_bytes, buffer.bytes // item_bytes), []).append((self.frees, buffer))
+
+    def release(self, *buffers: Buffer) -> None:
+        """Inputs of the program are let go after the last operation. Their memory is not its to use again."""
+        self.frees.extend(buffers)
+
+    def ops(self) -> tuple[Op, ...]:
+        """The finished program."""
+        phase = self.phase
+        return tuple([Op(n, phase, a, tuple(f), k, s, d, fl, m) for n, a, f, k, s, d, fl, m in self.records])

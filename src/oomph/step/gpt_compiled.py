@@ -1,0 +1,55 @@
+"""The compiled training step of a nanoGPT-shaped model, by arithmetic: no torch, milliseconds."""
+
+from __future__ import annotations
+
+from oomph.config.schema import TrainConfig
+from oomph.step.compiled_gpt import Forward, Sizes
+from oomph.step.compiled_gpt_backward import Backward
+from oomph.step.compiled_loop import Loop, Programs
+from oomph.step.compiled_reuse import Generated
+from oomph.step.gpt_eager_optimizer import Optimizer
+from oomph.step.gpt_eager_run import Run
+from oomph.step.gpt_eager_run import Sizes as EagerSizes
+from oomph.step.ops import Buffer, Kind, Phase, Step
+
+_ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: the loss's backward no longer writes the targets out as a matrix
+
+
+def build(config: TrainConfig, cuda: bool = True, first: bool = False, workspace_bytes: tuple[int, ...] = ()) -> Step:
+    """One optimizer step of a settled config under torch.compile, and one evaluation.
+
+    `first` is the run's first step: evaluation comes before it, and the optimizer's state is made in it.
+    `workspace_bytes` are what the matrix library holds from its first call on.
+    """
+    optimizer = Optimizer(config, Run(EagerSizes(config, cuda)))
+    sizes = Sizes(config, cuda)
+    parameters = [Buffer(p.name, p.numel * sizes.weight, Kind.PARAMETERS, p.block) for p in optimizer.everything]
+    micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
+    loop = Loop(programs(config, sizes), micro_steps, 2 * config.eval_iters)
+    return loop.step(optimizer, parameters, first, workspace_bytes)
+
+
+def programs(config: TrainConfig, sizes: Sizes) -> Programs:
+    """What inductor generates for the model."""
+    batch = tuple([Buffer(f"batch.{part}", 8 * sizes.rows, Kind.INPUTS) for part in "xy"])
+    forward = Generated(Phase.FORWARD, sizes.dtype)
+    saved = Forward(forward, sizes, training=True).write()
+    zeros: tuple[Buffer, ...] = ()
+    if config.return_logits:
+        zeros = (Buffer("logits.zeros", saved.logits.bytes, Kind.LOGITS),)
+    backward = Generated(Phase.BACKWARD, sizes.dtype)
+    version = tuple([int(part) for part in config.torch_version.split(".")[:2]])
+    grads = Backward(backward, sizes, saved, batch).write(zeros, version < _ONE_HOT_BEFORE)
+    evaluation = Generated(Phase.EVAL, sizes.dtype)
+    evaluated = Forward(evaluation, sizes, training=False, returns_logits=bool(config.return_logits)).write()
+    return Programs(
+        batch=batch,
+        forward=forward.ops(),
+        loss=saved.loss,
+        outputs=(saved.logits,) if config.return_logits else (),
+        zeros=zeros,
+        backward=backward.ops(),
+        grads=grads,
+        evaluation=evaluation.ops(),
+        evaluation_outputs=(evaluated.logits, evaluated.loss) if config.return_logits else (evaluated.loss,),
+    )

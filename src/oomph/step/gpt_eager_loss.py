@@ -1,0 +1,135 @@
+"""The head and the loss of an eager step: all logits at once as nanoGPT has them, or a chunk of rows at a time.
+
+The chunked loss is one autograd function that computes the loss and its gradients in the forward, so that no more
+than a chunk's logits ever exist. For `hidden` (rows, width) and the head's `weight` (vocabulary, width):
+
+1. Under autocast `weight` and `hidden` are cast to half. Without gradients only the running loss is kept, and steps 4
+   to 6 fall away.
+2. Buffers are made: the loss (float32, zero), `grad_hidden` (rows, width) in the products' precision, and
+   `grad_weight` (vocabulary, width), zero, in the parameters' precision.
+3. For each chunk of `loss_chunk` rows, the last one shorter: its logits; of half logits a float32 copy, after which
+   the half ones are let go; the logarithm of the softmax in their place; the loss of the chunk, gathered and summed
+   into the running loss.
+4. The gradient of the logits in their place (softmax less one at the target, over the number of rows), then cast to
+   half, after which the float32 ones are let go.
+5. The chunk's rows of `grad_hidden` are written in place by a product with `weight`.
+6. A product with the chunk's `hidden` makes a gradient of the weight in the products' precision, which is added into
+   `grad_weight` and let go.
+
+The backward multiplies both gradients by the incoming one in place, casts `grad_hidden` to the stream's precision if
+autocast had cast it, and hands them on.
+"""
+
+from __future__ import annotations
+
+from oomph.step.gpt_eager_layers import Extra, linear, note_product
+from oomph.step.gpt_eager_ledger import Held
+from oomph.step.gpt_eager_run import Run
+from oomph.step.ops import Kernel, Kind, Phase
+
+HEAD = "lm_head"
+
+
+def whole_loss(run: Run, hidden: Held, targets: Held) -> tuple[Held, Held]:
+    """All logits, then cross_entropy. Returns (logits, loss).
+
+    Under autocast cross_entropy asks log_softmax for the logits' own type, which autocast respects; nll_loss is on
+    its float32 list, so it is the logarithms that are copied to float32, and kept for the backward.
+    """
+    sizes, ledger = run.sizes, run.ledger
+    count = sizes.rows * sizes.vocab
+    logits = linear(run, HEAD, hidden, (sizes.width, sizes.vocab), False, Kind.LOGITS)
+    if run.training:
+        ledger.phase = Phase.LOSS
+    logarithms = ledger.make("loss.log_softmax", logits.bytes, Kind.LOGITS, Kernel.REDUCTION, 2 * logits.bytes)
+    saved = [logarithms]
+    losses = logarithms
+    if sizes.autocast:
+        losses = ledger.make("loss.log_softmax_float", 4 * count, Kind.LOGITS, moved=6 * count)
+        saved.append(losses)
+    loss = ledger.hold("loss", sizes.loss_bytes, Kind.LOGITS)
+    weight = ledger.hold("loss.total_weight", sizes.loss_bytes, Kind.LOGITS)
+    ledger.note("loss.nll_loss", (loss, weight), Kernel.INDEX, 12 * sizes.rows)
+    run.save(_whole_loss_backward, "loss", [*saved, targets, weight])
+    return logits, loss
+
+
+def _whole_loss_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+    """nll_loss, the cast back to half, log_softmax."""
+    sizes, ledger = run.sizes, run.ledger
+    logarithms, losses = saved[0], saved[1 if sizes.autocast else 0]
+    grad = run.take_grad()
+    dlosses = ledger.make("loss.nll_loss.dx", losses.bytes, Kind.LOGITS, moved=losses.bytes)
+    del grad, losses
+    saved.clear()
+    if sizes.autocast:
+        moved = dlosses.bytes + logarithms.bytes
+        dlosses = ledger.make("loss.log_softmax.dx_half", logarithms.bytes, Kind.LOGITS, moved=moved)
+    moved = 3 * logarithms.bytes
+    run.grad = ledger.make("loss.log_softmax.dx", logarithms.bytes, Kind.LOGITS, Kernel.REDUCTION, moved)
+
+
+def chunked_loss(run: Run, hidden: Held, targets: Held, chunk: int) -> Held:
+    """The loss by chunks of rows, as the module's docstring has it."""
+    sizes, ledger = run.sizes, run.ledger
+    learns = run.nodes is not None
+    compute = sizes.compute_bytes
+    cast = False
+    if sizes.autocast:
+        run.cast_weight(f"{HEAD}.weight", sizes.vocab * sizes.width)
+        half_bytes = 2 * sizes.rows * sizes.width
+        cast = hidden.bytes != half_bytes
+        if cast:
+            hidden = ledger.make(f"{HEAD}.input", half_bytes, Kind.ACTIVATIONS, moved=3 * half_bytes)
+    if run.training:
+        ledger.phase = Phase.LOSS
+    loss = ledger.make("loss", 4, Kind.LOGITS)
+    saved: list[Held] = []
+    if learns:
+        dh_bytes, dw_bytes = sizes.rows * sizes.width * compute, sizes.vocab * sizes.width * sizes.weight_bytes
+        saved.append(ledger.make("loss.grad_hidden", dh_bytes, Kind.LOGITS))
+        saved.append(ledger.make(f"{HEAD}.weight.grad", dw_bytes, Kind.GRADIENTS, moved=dw_bytes))
+    for first in range(0, sizes.rows, chunk):
+        _chunk(run, min(chunk, sizes.rows - first), learns)
+    run.save(_chunked_loss_backward, "loss", saved, cast)
+    return loss
+
+
+def _chunk(run: Run, rows: int, learns: bool) -> None:
+    sizes, ledger = run.sizes, run.ledger
+    compute = sizes.compute_bytes
+    count = rows * sizes.vocab
+    logits = ledger.hold("loss.chunk_logits", count * compute, Kind.LOGITS)
+    note_product(run, "loss.chunk_logits", (logits,), 1, rows, sizes.vocab, sizes.width)
+    if compute == 2:
+        logits = ledger.make("loss.chunk_logits_float", 4 * count, Kind.LOGITS, moved=6 * count)
+    ledger.note("loss.chunk_log_softmax", (), Kernel.REDUCTION, 8 * count)
+    picked = ledger.make("loss.chunk_picked", 4 * rows, Kind.LOGITS, Kernel.INDEX, 8 * rows)
+    summed = ledger.make("loss.chunk_loss", 4, Kind.LOGITS, Kernel.REDUCTION, 4 * rows)
+    del picked, summed
+    if not learns:
+        return
+    ledger.note("loss.chunk_dlogits", (), Kernel.POINTWISE, 8 * count)
+    if compute == 2:
+        logits = ledger.make("loss.chunk_dlogits_half", 2 * count, Kind.LOGITS, moved=6 * count)
+    note_product(run, "loss.chunk_grad_hidden", (), 1, rows, sizes.width, sizes.vocab)
+    weight_bytes = sizes.vocab * sizes.width * compute
+    grad = ledger.hold("loss.chunk_grad_weight", weight_bytes, Kind.TEMPORARY)
+    note_product(run, "loss.chunk_grad_weight", (grad,), 1, sizes.vocab, sizes.width, rows)
+    moved = weight_bytes + 2 * sizes.vocab * sizes.width * sizes.weight_bytes
+    ledger.note("loss.chunk_grad_weight_sum", (), Kernel.POINTWISE, moved)
+
+
+def _chunked_loss_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+    ledger = run.ledger
+    (cast,) = extra
+    grad = run.take_grad()
+    weight = [saved.pop()]
+    hidden = saved.pop()
+    ledger.note("loss.grad_hidden", (), Kernel.POINTWISE, 2 * hidden.bytes)
+    ledger.note("loss.grad_weight", (), Kernel.POINTWISE, 2 * weight[0].bytes)
+    del grad
+    if cast:
+        hidden = ledger.make(f"{HEAD}.dx.float", 2 * hidden.bytes, Kind.TEMPORARY, moved=3 * hidden.bytes)
+    run.grad = hidden
+    run.accumulate(f"{HEAD}.weight", weight)

@@ -1,0 +1,280 @@
+"""Clipping, the gradient scaler and the optimizers, as PyTorch runs them on a GPU or on the CPU.
+
+Weights come in nanoGPT's two groups: decayed (two dimensions and more), then the rest. What each optimizer is:
+
+- `adamw`: torch.optim.AdamW, fused, foreach or forloop. Fused keeps its step counters on the device.
+- `sgd`: torch.optim.SGD with momentum `beta1`; weight decay adds a decayed copy of the gradients.
+- `adafactor`: torch.optim.Adafactor, a row and a column of variances for a matrix.
+- `muon`: torch.optim.Muon for the blocks' matrices, AdamW for embeddings, head and vectors.
+- `adamw8bit`: bitsandbytes' AdamW8bit: a byte for each moment and a float32 scale for 256 of them; tensors of fewer
+  than 4096 numbers stay in float32. Both look-up tables are shared.
+"""
+
+from __future__ import annotations
+
+from oomph.config.schema import TrainConfig
+from oomph.step.gpt_eager_ledger import Held
+from oomph.step.gpt_eager_run import Run
+from oomph.step.ops import Kernel, Kind, Phase
+from oomph.step.params import Parameter, parameters
+
+_SMALL_8BIT = 4096  # bitsandbytes' min_8bit_size
+_BLOCK_8BIT = 256
+_MUON_STEPS = 5  # torch.optim.Muon's ns_steps
+
+
+class Optimizer:
+    """The optimizer of a config: its state, and its step."""
+
+    def __init__(self, config: TrainConfig, run: Run) -> None:
+        self.config = config
+        self.run = run
+        self.loop = config.optimizer_loop or ("fused" if run.sizes.cuda else "forloop")
+        everything = parameters(config)
+        self.everything = everything
+        self.weight_bytes = run.sizes.weight_bytes
+        self.matrices = [p for p in everything if config.optimizer == "muon" and _is_hidden(p)]
+        rest = [p for p in everything if p not in self.matrices]
+        self.groups = [[p for p in rest if p.decayed], [p for p in rest if not p.decayed]]
+        self.state: list[Held] = []
+        self.verdicts: list[Held] = []
+
+    def create_state(self) -> list[Held]:
+        """Every state tensor at once, as it is after the first step."""
+        held = [Held(self.run.ledger, held.buffer) for held in self._state_of(self.matrices, True)]
+        for group in self.groups:
+            held += self._state_of(group, False)
+        return held
+
+    def _hold(self, parameter: Parameter, part: str, size_bytes: int) -> Held:
+        return self.run.ledger.hold(f"{parameter.name}.{part}", size_bytes, Kind.OPTIMIZER)
+
+    def _state_of(self, group: list[Parameter], muon: bool) -> list[Held]:
+        """The state of one group in the order it is made."""
+        held: list[Held] = []
+        for parameter in group:
+            for part, size_bytes in self._parts(parameter, muon):
+                held.append(self._hold(parameter, part, size_bytes))
+        return held
+
+    def _parts(self, parameter: Parameter, muon: bool) -> list[tuple[str, int]]:
+        size = parameter.numel * self.weight_bytes
+        name = self.config.optimizer
+        on_device = not self.run.sizes.cuda  # step counters of the unfused loops stay with the host
+        if muon:
+            return [("momentum", size)]
+        if name == "sgd":
+            return [("momentum", size)] if self.config.beta1 else []
+        if name == "adafactor":
+            steps = [("step", 4)] if on_device else []
+            if not parameter.decayed:
+                return [*steps, ("variance", size)]
+            rows, columns = parameter.shape
+            return [*steps, ("row_var", rows * self.weight_bytes), ("col_var", columns * self.weight_bytes)]
+        if name == "adamw8bit":
+            if parameter.numel < _SMALL_8BIT:
+                return [("state1", 4 * parameter.numel), ("state2", 4 * parameter.numel)]
+            scales = 4 * -(-parameter.numel // _BLOCK_8BIT)
+            moments = [("state1", parameter.numel), ("state2", parameter.numel)]
+            return [*moments, ("absmax1", scales), ("absmax2", scales)]
+        steps = [("step", 4)] if on_device or self.loop == "fused" else []
+        return [*steps, ("exp_avg", size), ("exp_avg_sq", size)]
+
+    def step(self, first: bool) -> None:
+        """Clip, update, and let the gradients go."""
+        run = self.run
+        self._clip()
+        run.ledger.phase = Phase.OPTIMIZER
+        if self._scaled:
+            self._ask_scaler()
+        if self.matrices:
+            if first:
+                self._create(self.matrices, True)
+            self._muon()
+        for group in self.groups:
+            if self.config.optimizer == "sgd":
+                self._sgd(group, first)
+                continue
+            if first:
+                self._create(group, False)
+            self._update(group)
+        self.verdicts.clear()
+        run.grads.clear()
+
+    @property
+    def _scaled(self) -> bool:
+        return self.config.dtype == "float16" and self.run.sizes.autocast
+
+    def _create(self, group: list[Parameter], muon: bool) -> None:
+        for held in self._state_of(group, muon):
+            self.run.ledger.note(held.buffer.name, (held,), Kernel.POINTWISE, held.bytes)
+            self.state.append(held)
+
+    def _clip(self) -> None:
+        ledger = self.run.ledger
+        ledger.phase = Phase.CLIP
+        total = sum(p.numel for p in self.everything) * self.weight_bytes
+        if not self.config.grad_clip:
+            return
+        if self._scaled:
+            self._unscale()
+        norms = [ledger.hold("clip.norm", self.weight_bytes, Kind.TEMPORARY) for _ in self.everything]
+        if self.run.sizes.cuda:
+            ledger.note("clip.norms", tuple(norms), Kernel.REDUCTION, total)
+        else:
+            for index in range(len(norms)):
+                ledger.note("clip.norms", (norms[index],), Kernel.REDUCTION, total // len(norms))
+        stacked = ledger.make("clip.stack", self.weight_bytes * len(norms), Kind.TEMPORARY)
+        norm = ledger.make("clip.norm", self.weight_bytes, Kind.TEMPORARY, Kernel.REDUCTION)
+        del stacked
+        norms.clear()
+        shifted = ledger.make("clip.shifted", self.weight_bytes, Kind.TEMPORARY)
+        inverse = ledger.make("clip.inverse", self.weight_bytes, Kind.TEMPORARY)
+        coefficient = ledger.make("clip.coefficient", self.weight_bytes, Kind.TEMPORARY)
+        del shifted, inverse
+        clamped = ledger.make("clip.clamped", self.weight_bytes, Kind.TEMPORARY)
+        ledger.note("clip.scale", (), Kernel.POINTWISE, 2 * total)
+        del norm, coefficient, clamped
+
+    def _unscale(self) -> None:
+        """GradScaler.unscale_: a copy of the verdict "a gradient is not finite" stays until the scale is updated."""
+        ledger = self.run.ledger
+        double = ledger.make("scaler.scale_double", 8, Kind.TEMPORARY)
+        inverse = ledger.make("scaler.inverse_double", 8, Kind.TEMPORARY)
+        del double
+        inverse = ledger.make("scaler.inverse", 4, Kind.TEMPORARY)
+        self._check_finite(inverse)
+
+    def _check_finite(self, inverse: Held) -> None:
+        ledger = self.run.ledger
+        found = ledger.make("scaler.found_inf", 4, Kind.TEMPORARY)
+        copies = [ledger.make(name, 4, Kind.TEMPORARY) for name in ("scaler.found_inf", "scaler.inverse")]
+        total = sum(p.numel for p in self.everything) * self.weight_bytes
+        ledger.note("scaler.unscale", (), Kernel.POINTWISE, 2 * total)
+        del found
+        self.verdicts.append(copies[0])
+
+    def _ask_scaler(self) -> None:
+        """GradScaler.step: a fused optimizer takes the verdict, and the scale if it is to unscale itself."""
+        ledger = self.run.ledger
+        if not self.config.grad_clip:
+            if self.loop == "fused":
+                self._check_finite(ledger.make("scaler.inverse", 4, Kind.TEMPORARY))
+            else:
+                self._unscale()
+        if self.loop == "fused":
+            self.verdicts.append(ledger.make("scaler.verdict", 4, Kind.TEMPORARY))
+            if not self.config.grad_clip:
+                self.verdicts.append(ledger.make("scaler.grad_scale", 4, Kind.TEMPORARY))
+
+    def _update(self, group: list[Parameter]) -> None:
+        if not group:
+            return
+        name = self.config.optimizer
+        if name == "adafactor":
+            for parameter in group:
+                self._adafactor(parameter)
+        elif name == "adamw8bit" or self.loop == "fused":
+            self._in_place(group)
+        elif self.loop == "foreach":
+            self._foreach(group)
+        else:
+            self._forloop(group)
+
+    def _traffic(self, parameter: Parameter) -> int:
+        """Read parameter, gradient and state, write parameter and state."""
+        state = sum(size for _, size in self._parts(parameter, False))
+        return 3 * parameter.numel * self.weight_bytes + 2 * state
+
+    def _in_place(self, group: list[Parameter]) -> None:
+        moved = sum(map(self._traffic, group))
+        self.run.ledger.note("adamw", (), Kernel.OPTIMIZER, moved)
+
+    def _foreach(self, group: list[Parameter]) -> None:
+        ledger = self.run.ledger
+        roots = [ledger.hold(f"{p.name}.sqrt", p.numel * self.weight_bytes, Kind.TEMPORARY) for p in group]
+        # Ten passes over all numbers: decay, two moments in three, root, two scalings, the update.
+        size = sum(held.bytes for held in roots)
+        ledger.note("adamw.moments", (), Kernel.OPTIMIZER, 10 * size)
+        ledger.note("adamw.sqrt", tuple(roots), Kernel.OPTIMIZER, 2 * size)
+        ledger.note("adamw.update", (), Kernel.OPTIMIZER, 8 * size)
+
+    def _forloop(self, group: list[Parameter]) -> None:
+        ledger = self.run.ledger
+        denominator: Held | None = None
+        for parameter in group:
+            size = parameter.numel * self.weight_bytes
+            ledger.note(f"{parameter.name}.moments", (), Kernel.OPTIMIZER, 10 * size)
+            root = ledger.make(f"{parameter.name}.sqrt", size, Kind.TEMPORARY, Kernel.OPTIMIZER, 2 * size)
+            denominator = ledger.make(f"{parameter.name}.denominator", size, Kind.TEMPORARY, Kernel.OPTIMIZER, 2 * size)
+            del root
+            ledger.note(f"{parameter.name}.update", (), Kernel.OPTIMIZER, 6 * size)
+        del denominator
+
+    def _sgd(self, group: list[Parameter], first: bool) -> None:
+        """Decay makes a copy of the gradients: of all at once (foreach) or of each in turn."""
+        ledger = self.run.ledger
+        decays = group is self.groups[0] and self.config.weight_decay != 0 and self.loop != "fused"
+        turns = [[p] for p in group] if self.loop == "forloop" else [group]
+        for turn in turns:
+            size = sum(p.numel for p in turn) * self.weight_bytes
+            decayed: list[Held] = []
+            if decays:
+                decayed = [ledger.hold(f"{p.name}.decayed", p.numel * self.weight_bytes, Kind.TEMPORARY) for p in turn]
+                ledger.note("sgd.decay", tuple(decayed), Kernel.OPTIMIZER, 3 * size)
+            if first:
+                self._create(turn, False)
+            del decayed
+            ledger.note("sgd", (), Kernel.OPTIMIZER, 6 * size)
+
+    def _adafactor(self, parameter: Parameter) -> None:
+        ledger = self.run.ledger
+        size = parameter.numel * self.weight_bytes
+        estimate = ledger.make(f"{parameter.name}.update", size, Kind.TEMPORARY, Kernel.OPTIMIZER, 3 * size)
+        ledger.note(f"{parameter.name}.apply", (), Kernel.OPTIMIZER, 6 * size)
+        del estimate
+
+    def _muon(self) -> None:
+        """Each matrix in turn; the last one's update is let go when the next has its own."""
+        ledger = self.run.ledger
+        update: Held | None = None
+        for parameter in self.matrices:
+            count = parameter.numel
+            size = count * self.weight_bytes
+            update = ledger.make(f"{parameter.name}.nesterov", size, Kind.TEMPORARY, moved=5 * size)
+            update = self._orthogonal(parameter, update)
+            ledger.note(f"{parameter.name}.apply", (), Kernel.OPTIMIZER, 2 * count + 4 * size)
+        del update
+
+    def _orthogonal(self, parameter: Parameter, update: Held) -> Held:
+        """Newton-Schulz iterations in bfloat16, by products along the shorter side."""
+        ledger = self.run.ledger
+        short, long = sorted(parameter.shape)
+        half_bytes = 2 * parameter.numel
+        current = update  # in pure bfloat16 the cast copies nothing
+        if self.weight_bytes != 2:
+            current = ledger.make(f"{parameter.name}.half", half_bytes, Kind.TEMPORARY, moved=3 * half_bytes)
+        norm = ledger.make(f"{parameter.name}.norm", 2, Kind.TEMPORARY, Kernel.REDUCTION, half_bytes)
+        clamped = ledger.make(f"{parameter.name}.norm", 2, Kind.TEMPORARY)
+        ledger.note(f"{parameter.name}.normalized", (), Kernel.POINTWISE, 2 * half_bytes)
+        del norm, clamped
+        gram: Held | None = None
+        step: Held | None = None
+        for _ in range(_MUON_STEPS):
+            gram = self._product(parameter, short, short, long)
+            step = self._product(parameter, short, short, short)
+            current = self._product(parameter, short, long, short)
+        del gram, step
+        return current
+
+    def _product(self, parameter: Parameter, m: int, n: int, k: int) -> Held:
+        held = self.run.ledger.hold(f"{parameter.name}.newton_schulz", 2 * m * n, Kind.TEMPORARY)
+        moved = 2 * (m * n + n * k + m * k)
+        name = f"{parameter.name}.newton_schulz"
+        self.run.ledger.note(name, (held,), Kernel.GEMM, moved, 2 * m * n * k, (1, m, n, k), "bfloat16")
+        return held
+
+
+def _is_hidden(parameter: Parameter) -> bool:
+    """A block's matrix: what Muon is for."""
+    return parameter.decayed and ".h." in parameter.name

@@ -1,0 +1,244 @@
+"""The op list of one training step of any nn.Module, from a run on fake tensors: nothing is computed or allocated.
+
+`trace` plays nanoGPT's loop on the model: micro-steps that keep the last output until the next is there and fetch the
+next batch before backward, then clipping, the optimizer, and an evaluation. With `cuda` it follows a GPU's autocast
+rules and kernels, on any machine; without, the CPU's. `fake=False` runs it for real and records that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from oomph.step.ops import Kind, Phase, Section, Step
+from oomph.step.trace_optimizer import Updater
+from oomph.step.trace_record import Recorder
+from oomph.step.trace_rules import cuda_rules
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+LossOf = Callable[[Any, tuple[torch.Tensor, ...]], torch.Tensor]
+
+
+def trace(
+    model: nn.Module | Callable[[], nn.Module],
+    inputs: Sequence[torch.Tensor],
+    *,
+    loss: LossOf | None = None,
+    dtype: str = "bfloat16",
+    autocast: bool = True,
+    cuda: bool = True,
+    attention: str = "flash",
+    optimizer: str = "adamw",
+    optimizer_loop: str = "fused",
+    accumulation: int = 3,
+    grad_clip: float = 1.0,
+    keep_output: bool = True,
+    first: bool = False,
+    fake: bool = True,
+) -> Step:
+    """One optimizer step and one evaluation of `model(*inputs)`.
+
+    `model` is a module, or a function that builds one, which is then called on fake tensors. `loss` picks the loss out
+    of what the model returns; by default an attribute `loss`, the last of a tuple, or the result itself.
+    `keep_output` holds the rest of the result as nanoGPT's loop holds its logits. `first` is a run's first step.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    recorder = Recorder(cuda, attention)
+    with mode:
+        built = _prepare(model, mode if isinstance(mode, FakeTensorMode) else None)
+        if not autocast:
+            _convert(built, _DTYPES[dtype])
+        batch = tuple(torch.zeros_like(tensor) if fake else tensor for tensor in inputs)
+        program = _Program(built, batch, recorder, loss or loss_of, keep_output, accumulation)
+        program.autocast_dtype = _DTYPES[dtype] if autocast and dtype != "float32" else None
+        program.updater = Updater(built, optimizer, optimizer_loop, grad_clip, cuda, program.autocast_dtype)
+        del batch
+        rules = cuda_rules(recorder) if cuda else contextlib.nullcontext()
+        kernel = sdpa_kernel(SDPBackend.MATH) if attention == "math" else contextlib.nullcontext()
+        with rules, kernel, recorder, _module_names(built, recorder):
+            return program.play(first)
+
+
+def loss_of(result: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The loss in what a model returns."""
+    if isinstance(result, torch.Tensor):
+        return result if result.dim() == 0 else result.float().mean()
+    found = getattr(result, "loss", None)
+    if isinstance(found, torch.Tensor):
+        return found
+    last = result[-1]
+    assert isinstance(last, torch.Tensor)
+    return last
+
+
+def _prepare(model: nn.Module | Callable[[], nn.Module], mode: FakeTensorMode | None) -> nn.Module:
+    """The model on fake tensors, built there or copied there without copying its memory."""
+    if not isinstance(model, nn.Module):
+        return model()
+    if mode is None:
+        return model
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        converted = mode.from_tensor(tensor)
+        memo[id(tensor)] = (
+            nn.Parameter(converted, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else converted
+        )
+    return copy.deepcopy(model, memo)
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every parameter in another precision, shared ones still shared. Module.to cannot swap fake tensors."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in made:
+                made[id(old)] = nn.Parameter(old.detach().to(dtype), old.requires_grad)
+            setattr(module, name, made[id(old)])
+
+
+@contextlib.contextmanager
+def _module_names(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder whose forward runs, and which autograd nodes it leaves behind."""
+    handles = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def enter(*_: Any) -> None:
+            recorder.enter(name)
+
+        def leave(*_: Any) -> None:
+            recorder.leave()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+
+    for name, module in model.named_modules():
+        watch(name, module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Program:
+    """The training loop and what its variables hold."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: tuple[torch.Tensor, ...],
+        recorder: Recorder,
+        loss: LossOf,
+        keep_output: bool,
+        accumulation: int,
+    ) -> None:
+        self.model, self.batch, self.recorder = model, batch, recorder
+        self.loss_of, self.keep_output, self.accumulation = loss, keep_output, accumulation
+        self.output: Any = None
+        self.loss: torch.Tensor | None = None
+        self.autocast_dtype: torch.dtype | None = None
+        self.updater: Updater
+
+    def play(self, first: bool) -> Step:
+        recorder = self.recorder
+        recorder.calibrate()
+        self.adopt()
+        if not first:  # one step unrecorded, so that what it leaves behind is there
+            self.micro_step()
+            self.update()
+            recorder.section("before")
+        resident = recorder.resident()
+        sections = self.evaluate() if first else []
+        for index in range(min(self.accumulation, 3)):
+            self.micro_step()
+            last = self.accumulation > 3 and index == 2
+            name = f"micro-steps 3 to {self.accumulation}" if last else f"micro-step {index + 1}"
+            sections.append(recorder.section(name, self.accumulation - 2 if last else 1))
+        self.update()
+        sections.append(recorder.section("optimizer"))
+        if not first:
+            sections += self.evaluate()
+        return Step(resident, tuple(sections))
+
+    def adopt(self) -> None:
+        """Count what is there before the program begins."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            self.recorder.adopt(tensor, Kind.PARAMETERS, name)
+        for tensor in self.batch:
+            self.recorder.adopt(tensor, Kind.INPUTS, "batch")
+
+    def autocast(self) -> Any:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast_dtype)
+
+    def fetch(self) -> tuple[torch.Tensor, ...]:
+        """The next batch, on the device."""
+        return tuple(tensor.clone() for tensor in self.batch)
+
+    def micro_step(self) -> None:
+        """One forward and backward."""
+        self.recorder.phase = Phase.FORWARD
+        with self.autocast():
+            self._forward()
+            self.recorder.phase = Phase.LOSS
+            assert self.loss is not None
+            self.loss = self.loss / self.accumulation
+        self.batch = self.fetch()
+        self.recorder.phase = Phase.BACKWARD
+        self.updater.scale(self.loss).backward()  # type: ignore[no-untyped-call]
+
+    def _forward(self) -> None:
+        result = self.model(*self.batch)
+        loss = self.loss_of(result, self.batch)
+        kept = _without(result, loss) if self.keep_output else None
+        del result
+        self.output = kept
+        self.loss = loss
+
+    def update(self) -> None:
+        self.recorder.phase = Phase.CLIP
+        self.updater.clip()
+        self.recorder.phase = Phase.OPTIMIZER
+        self.updater.step()
+
+    def evaluate(self) -> list[Section]:
+        """estimate_loss: a first batch, then another while the first one's tensors are still held."""
+        self.recorder.phase = Phase.EVAL
+        self.model.eval()
+        sections: list[Section] = []
+        output: Any = None
+        loss: torch.Tensor | None = None
+        with torch.no_grad():
+            for name in ("evaluation, first batch", "evaluation, later batches"):
+                batch = self.fetch()
+                with self.autocast():
+                    result = self.model(*batch)
+                    found = self.loss_of(result, batch)
+                    kept = _without(result, found) if self.keep_output else None
+                    del result
+                    output = kept
+                    loss = found
+                    del kept, found
+                if sections:
+                    del batch, output, loss
+                sections.append(self.recorder.section(name))
+        self.model.train()
+        return sections
+
+
+def _without(result: Any, loss: torch.Tensor) -> Any:
+    """What a model returned, less its loss."""
+    if isinstance(result, (tuple, list)):
+        return [part for part in result if part is not loss]
+    if isinstance(result, dict):
+        return [part for part in result.values() if part is not loss]
+    return None if result is loss else result

@@ -1,0 +1,45 @@
+"""What an operator costs: its kernel, shape, precision, FLOPs and bytes moved, for the clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from oomph.step.ops import Kernel, Phase
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_INDEX = ("embedding", "embedding_dense_backward", "index_select", "gather", "nll_loss_forward", "nll_loss_backward")
+_REDUCTIONS = ("layer_norm", "rms_norm", "softmax", "sum", "mean", "norm", "logsumexp")
+
+Cost = tuple[Kernel, tuple[int, ...], str, int, int]
+
+
+def cost(func: Any, args: Any, result: Any, phase: Phase) -> Cost:
+    """(kernel, shape, dtype, flops, bytes_moved) of one operator call."""
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    name = func._opname
+    dtype = _NAMES.get(outputs[0].dtype, "float32") if outputs else "float32"
+    if func.is_view or name in ("detach", "lift_fresh", "empty", "empty_like", "_unsafe_view", "alias"):
+        return Kernel.NONE, (), dtype, 0, 0
+    moved = sum(leaf.numel() * leaf.element_size() for leaf in (*inputs, *outputs))
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        first, second = inputs[-2:]
+        batch = first.shape[0] if first.dim() == 3 else 1
+        m, k = first.shape[-2:]
+        n = second.shape[-1]
+        return Kernel.GEMM, (batch, m, n, k), dtype, 2 * batch * m * n * k, moved
+    if "scaled_dot_product" in name:
+        backward = name.endswith("backward")
+        batch, heads, tokens, size = args[1 if backward else 0].shape
+        flops = 2 * batch * heads * tokens * (tokens + 1) * size
+        return Kernel.ATTENTION, (batch, heads, tokens, size), dtype, flops * 5 // 2 if backward else flops, moved
+    if phase is Phase.OPTIMIZER:
+        return Kernel.OPTIMIZER, (), dtype, 0, moved
+    if name in _INDEX:
+        written = sum(leaf.numel() * leaf.element_size() for leaf in outputs)
+        return Kernel.INDEX, (), dtype, 0, 2 * written
+    kernel = Kernel.REDUCTION if any(part in name for part in _REDUCTIONS) else Kernel.POINTWISE
+    return kernel, (), dtype, 0, moved

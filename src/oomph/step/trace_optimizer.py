@@ -1,0 +1,72 @@
+"""Clipping, scaling and the optimizer of a traced program, in nanoGPT's two parameter groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Updater:
+    """What happens to the parameters once their gradients are there."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: str, loop: str, grad_clip: float, cuda: bool, dtype: torch.dtype | None
+    ) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.grad_clip, self.cuda = grad_clip, cuda
+        self.scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16 and cuda)
+        self.optimizers = _build(self.parameters, optimizer, loop, model)
+
+    def scale(self, loss: torch.Tensor) -> Any:
+        """The loss as backward gets it."""
+        return self.scaler.scale(loss)
+
+    def clip(self) -> None:
+        """Gradients unscaled and clipped, as nanoGPT does both."""
+        if not self.grad_clip:
+            return
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        if self.cuda:
+            _clip_foreach(self.parameters, self.grad_clip)
+        else:
+            nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
+
+    def step(self) -> None:
+        """The update; then the gradients are let go."""
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _clip_foreach(parameters: list[nn.Parameter], limit: float) -> None:
+    """clip_grad_norm_ as it runs on a GPU, where all norms are one kernel's work."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm(grads, 2.0)
+    total = torch.linalg.vector_norm(torch.stack([*norms]), 2.0)
+    del norms
+    coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)
+    torch._foreach_mul_(grads, coefficient)
+
+
+def _build(parameters: list[nn.Parameter], name: str, loop: str, model: nn.Module) -> list[Any]:
+    """The optimizers of a config's `optimizer` and `optimizer_loop`."""
+    flags: dict[str, Any] = {"fused": loop == "fused", "foreach": loop == "foreach"}
+    matrices: list[nn.Parameter] = []
+    if name == "muon":
+        inner = {id(p) for key, p in model.named_parameters() if any(part.isdigit() for part in key.split("."))}
+        matrices = [p for p in parameters if p.dim() == 2 and id(p) in inner]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in parameters if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if name == "sgd":
+        return [torch.optim.SGD(groups, lr=1e-3, momentum=0.9, **flags)]
+    made: list[Any] = [torch.optim.Muon(matrices, lr=1e-3)] if matrices else []
+    return [*made, torch.optim.AdamW(groups, lr=1e-3, **flags)]

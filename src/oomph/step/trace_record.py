@@ -1,0 +1,273 @@
+"""Recording what a PyTorch program allocates and frees, operation by operation.
+
+A dispatch mode sees every operator call. A new storage among its results is an allocation; a weak reference to the
+storage tells when it is freed. Both work on fake tensors, which have storages of the right size and no memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from oomph.step import gpt_eager_kernels as kernels
+from oomph.step.ops import Buffer, Kind, Op, Phase, Section
+from oomph.step.trace_cost import cost
+
+aten = torch.ops.aten
+_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_LAYER_NORM = aten.native_layer_norm.default
+_HALVES = (torch.bfloat16, torch.float16)
+_IGNORED = (torch.ops.prim.device.default,)
+
+
+class Live:
+    """One allocation while it lives. Its kind may become known only later."""
+
+    __slots__ = ("block", "buffer", "extras", "kernel", "kind", "name", "numel", "size_bytes")
+
+    def __init__(self, name: str, size_bytes: int, numel: int, kind: Kind, block: int | None) -> None:
+        self.name, self.size_bytes, self.numel, self.kind, self.block = name, size_bytes, numel, kind, block
+        self.extras: list[Live] = []  # what a CUDA kernel allocates beside it and keeps as long
+        self.buffer: Buffer | None = None
+        self.kernel = ""  # of a logsumexp: the CUDA kernel that made it
+
+    def settle(self) -> Buffer:
+        """The buffer, the same one each time."""
+        if self.buffer is None:
+            self.buffer = Buffer(self.name, self.size_bytes, self.kind, self.block)
+        return self.buffer
+
+
+class Noted:
+    """One operator call, and what was freed after it."""
+
+    __slots__ = ("allocated", "arguments", "freed", "name", "phase")
+
+    def __init__(self, name: str, phase: Phase, arguments: tuple[Any, ...], allocated: list[Live]) -> None:
+        self.name, self.phase, self.arguments, self.allocated = name, phase, arguments, allocated
+        self.freed: list[Live] = []
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down allocations and frees while it is active."""
+
+    def __init__(self, cuda: bool, attention: str) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self.attention = attention  # the CUDA kernel that stands for the CPU's
+        self.phase = Phase.FORWARD
+        self.modules: list[str] = []  # the stack of modules whose forward runs
+        self.backward_modules: list[tuple[int, str]] = []  # autograd's sequence numbers and the module they belong to
+        self.noted: list[Noted] = []
+        self.live: dict[int, tuple[weakref.ref[Any], Live]] = {}
+        self.parameters: set[int] = set()
+        self.attending = (False, False)  # whether the attention that runs next has a mask, and dropout
+        self.sole_uses = (0, 0)  # reference counts of a gradient that only the engine holds, seen from here
+        self.calibrating = False
+
+    def enter(self, module: str) -> None:
+        """A module's forward begins: what autograd notes from here on is its."""
+        self.modules.append(module)
+        self.backward_modules.append((torch.autograd._get_sequence_nr(), module))
+
+    def leave(self) -> None:
+        """It ends: what follows is its parent's."""
+        self.modules.pop()
+        self.backward_modules.append((torch.autograd._get_sequence_nr(), self.modules[-1] if self.modules else ""))
+
+    def calibrate(self) -> None:
+        """See the reference counts of a gradient held by autograd's engine alone, where two gradients meet."""
+        self.calibrating, self.phase = True, Phase.BACKWARD
+        leaf = torch.ones(2, requires_grad=True)
+        both = leaf.exp()
+        (both + both.sin()).exp().sum().backward()  # type: ignore[no-untyped-call]
+        del leaf, both
+        self.calibrating = False
+        self.noted = []
+
+    # --- what lives -----------------------------------------------------------------------------
+
+    def adopt(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
+        """Count a tensor that exists before the recording."""
+        self._see(tensor, name, kind, [])
+        if kind is Kind.PARAMETERS:
+            self.parameters.add(id(tensor.untyped_storage()))
+
+    def find(self, tensor: torch.Tensor) -> Live | None:
+        """The allocation behind a tensor."""
+        entry = self.live.get(id(tensor.untyped_storage()))
+        return entry[1] if entry else None
+
+    def _see(self, tensor: torch.Tensor, name: str, kind: Kind, allocated: list[Live]) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) in self.live:
+            return
+        made = Live(name, storage.nbytes(), tensor.numel(), kind, block_of(name))
+        self._watch(storage, made)
+        allocated.append(made)
+
+    def _watch(self, storage: Any, made: Live) -> None:
+        key = id(storage)
+        self.live[key] = (weakref.ref(storage, lambda _: self._gone(key, made)), made)
+
+    def _gone(self, key: int, made: Live) -> None:
+        entry = self.live.get(key)
+        if entry is None or entry[1] is not made:
+            return  # handed on to the tensor that was computed in its place
+        del self.live[key]
+        if self.noted:
+            self.noted[-1].freed += [made, *made.extras]
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _IGNORED:
+            return func(*args, **kwargs)
+        joins = func is aten.add.Tensor and self._joins_in_place(args)
+        result = func(*args, **kwargs)
+        if joins:
+            self._hand_on(args[0], result)
+        if func is aten.lift_fresh.default and self.cuda:
+            self._watch(result.untyped_storage(), Live("host", 0, 0, Kind.TEMPORARY, None))
+            return result  # torch.tensor(…) without a device is the host's
+        module = self._module()
+        name = f"{module}.{func._opname}" if module else func._opname
+        allocated: list[Live] = []
+        kind = self._kind(func, args)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf, name, kind, allocated)
+        temporary = self._kernel_extras(func, args, allocated) if self.cuda else []
+        noted = Noted(name, self.phase, cost(func, args, result, self.phase), allocated + temporary)
+        self.noted.append(noted)
+        noted.freed += temporary
+        self._mark_gradients(func, args)
+        return result
+
+    def _module(self) -> str:
+        if self.modules:
+            return self.modules[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        number = node._sequence_nr()
+        for first, name in reversed(self.backward_modules):
+            if first <= number:
+                return name
+        return ""
+
+    def _kind(self, func: Any, args: Any) -> Kind:
+        if "scaled_dot_product" in func._opname:
+            return Kind.ATTENTION
+        if func is aten._to_copy.default and id(args[0].untyped_storage()) in self.parameters:
+            return Kind.HALF_WEIGHTS
+        if self.phase in (Phase.FORWARD, Phase.EVAL):
+            return Kind.ACTIVATIONS
+        return Kind.LOGITS if self.phase is Phase.LOSS else Kind.TEMPORARY
+
+    def _mark_gradients(self, func: Any, args: Any) -> None:
+        """AccumulateGrad detaches a first gradient and adds a later one: then it is known for what it is."""
+        node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
+        if node is None or not node.name().endswith("AccumulateGrad"):
+            return
+        made = self.find(args[1] if func is aten.add_.Tensor else args[0])
+        if made is not None:
+            made.kind = Kind.GRADIENTS
+
+    # --- what the engine does when no one looks ---------------------------------------------------
+
+    def _joins_in_place(self, args: Any) -> bool:
+        """Whether the engine, unwatched, would add into the first gradient instead of making a third.
+
+        Where gradients meet, autograd adds in place if it holds the only reference to the older one. While any
+        dispatch mode is active it does not, so the recorder undoes that difference.
+        """
+        first = args[0]
+        if self.phase is not Phase.BACKWARD or torch.is_grad_enabled() or not isinstance(first, torch.Tensor):
+            return False
+        uses = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
+        if self.calibrating:
+            self.sole_uses = uses
+        dense = first.is_contiguous() or first.t().is_contiguous() if first.dim() == 2 else first.is_contiguous()
+        return not first._is_view() and dense and uses <= self.sole_uses
+
+    def _hand_on(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        entry = self.live.pop(id(old.untyped_storage()), None)
+        if entry is not None:
+            self._watch(new.untyped_storage(), entry[1])
+
+    # --- what CUDA's kernels do otherwise ---------------------------------------------------------
+
+    def _kernel_extras(self, func: Any, args: Any, allocated: list[Live]) -> list[Live]:
+        """Adjust the allocations to those of CUDA's kernel; returns its temporaries."""
+        if func is _FLASH:
+            return self._flash_extras(args, allocated)
+        if func is _FLASH_BACKWARD:
+            batch, heads, tokens, head_size = args[1].shape
+            half = args[1].dtype in _HALVES
+            lse = self.find(args[5])
+            if lse is not None and lse.kernel == "flash":
+                sizes: tuple[int, ...] = kernels.flash_backward_bytes(batch, heads, tokens, head_size)
+            else:
+                sizes = kernels.efficient_backward_bytes(batch, heads, tokens, head_size, half)
+            return [self._extra(allocated[0], size) for size in sizes]
+        if func is _LAYER_NORM and args[0].dtype in _HALVES:
+            for made in allocated[1:]:
+                made.size_bytes = 4 * made.numel  # CUDA keeps a row's mean and deviation in float32
+        return []
+
+    def _flash_extras(self, args: Any, allocated: list[Live]) -> list[Live]:
+        batch, heads, tokens, _ = args[0].shape
+        out, lse = allocated
+        masked, drops = self.attending
+        lse.kernel = self.attention if args[0].dtype in _HALVES and not masked else "efficient"
+        if lse.kernel == "efficient":
+            lse.size_bytes = kernels.efficient_lse_bytes(batch, heads, tokens) if self.saves else 0
+            return []
+        lse.extras = [self._extra(out, size) for size in kernels.FLASH_STATE_BYTES]
+        allocated += lse.extras
+        return [self._extra(out, kernels.FLASH_STATE_BYTES[0])] if drops else []
+
+    @property
+    def saves(self) -> bool:
+        """Whether a graph is being built: below autograd a tensor no longer says that it needs a gradient."""
+        return self.phase is not Phase.EVAL
+
+    def _extra(self, beside: Live, size_bytes: int) -> Live:
+        return Live(beside.name, size_bytes, 0, Kind.ATTENTION, beside.block)
+
+    # --- the result -----------------------------------------------------------------------------
+
+    def resident(self) -> tuple[Buffer, ...]:
+        """Everything that lives now."""
+        living = [each for _, made in self.live.values() for each in (made, *made.extras)]
+        return tuple(each.settle() for each in living if each.size_bytes)
+
+    def section(self, name: str, times: int = 1) -> Section:
+        """Everything noted since the last section."""
+        ops = tuple(
+            Op(
+                each.name,
+                each.phase,
+                tuple(made.settle() for made in each.allocated),
+                tuple(made.settle() for made in each.freed),
+                *each.arguments,
+            )
+            for each in self.noted
+        )
+        self.noted = []
+        return Section(name, ops, times)
+
+
+def block_of(name: str) -> int | None:
+    """The transformer block that a module's name speaks of: its first number."""
+    for part in name.split("."):
+        if part.isdigit():
+            return int(part)
+    return None

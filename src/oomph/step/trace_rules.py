@@ -1,0 +1,127 @@
+"""CUDA's rules on a build without CUDA: which operators autocast takes to float32, and which kernels run.
+
+PyTorch keeps autocast's lists per device. On the CPU, layer_norm, softmax and losses have other rules than on a GPU,
+and dropout and attention with dropout are composed of other operators. While `cuda_rules` is active the CPU follows
+the GPU: `ATen/autocast_mode.h` of torch 2.13 is the source of the lists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from oomph.step.trace_record import Recorder
+
+_FLOAT32 = (
+    "layer_norm native_layer_norm rms_norm group_norm nll_loss nll_loss2d exp log log10 log2 log1p rsqrt reciprocal "
+    "softplus cosine_similarity kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits "
+    "logsumexp pow.Tensor_Scalar pow.Tensor_Tensor"
+).split()
+_FLOAT32_RESULT = "softmax.int log_softmax.int cumsum cumprod sum sum.dim_IntList".split()
+_COMPOSED = ("cross_entropy_loss",)  # the CPU casts its input whole; a GPU lets autocast see what it is composed of
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _overload(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _below_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU))
+
+
+def _to_float(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
+
+
+def _casts(overload: Any) -> Callable[..., Any]:
+    """The operator with its half arguments cast to float32."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _below_autocast():
+            return overload(*map(_to_float, args), **{key: _to_float(value) for key, value in kwargs.items()})
+
+    return call
+
+
+def _asks_float(overload: Any) -> Callable[..., Any]:
+    """The operator asked for a float32 result, which CUDA's softmaxes compute from float16 without a copy."""
+    position = [argument.name for argument in overload._schema.arguments].index("dtype")
+    straight = {"softmax": torch.ops.aten._softmax.default, "log_softmax": torch.ops.aten._log_softmax.default}
+    kernel = straight.get(overload._opname)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asked = args[position] if len(args) > position else kwargs.get("dtype")
+        with _below_autocast():
+            if asked is not None or args[0].dtype not in _HALVES:
+                return overload(*args, **kwargs)
+            if kernel is not None and args[0].dtype is torch.float16:
+                return kernel(args[0], args[1], True)
+            return overload(*args[:position], **{**kwargs, "dtype": torch.float32})
+
+    return call
+
+
+def _composed(overload: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return overload._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return call
+
+
+def _attends(recorder: Recorder) -> Callable[..., Any]:
+    """scaled_dot_product_attention by the CPU's fused kernel, which stands for CUDA's and runs without dropout."""
+
+    def call(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if enable_gqa:
+            key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+        recorder.attending = (attn_mask is not None, dropout_p > 0)  # CUDA's flash kernel takes no mask
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out: torch.Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return out
+
+    return call
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """A GPU's dropout is one kernel, which keeps a mask of a byte per number."""
+    if not train or p == 0:
+        return input
+    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return dropped
+
+
+@contextlib.contextmanager
+def cuda_rules(recorder: Recorder) -> Iterator[None]:
+    """CUDA's autocast lists and kernels, while active. Autocast's part is global to the process until it ends."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    kernels = torch.library.Library("aten", "IMPL", "AutogradCPU")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # overriding a kernel is the purpose
+            for names, make in ((_FLOAT32, _casts), (_FLOAT32_RESULT, _asks_float), (_COMPOSED, _composed)):
+                for name in names:
+                    library.impl(name, make(_overload(name)))
+            kernels.impl("dropout", _dropout)
+            if recorder.attention != "math":
+                kernels.impl("scaled_dot_product_attention", _attends(recorder))
+        yield
+    finally:
+        library._destroy()
+        kernels._destroy()

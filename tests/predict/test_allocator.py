@@ -1,0 +1,279 @@
+"""The caching allocator's rules, one by one, and the fold of a step through it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomph.predict.allocator import CachingAllocator, OutOfMemoryError, Place, reserve
+from oomph.predict.allocator_caching import format_size
+from oomph.predict.memory import find_peak
+from oomph.step.ops import Buffer, Kind, Op, Phase, Section, Step
+
+MIB = 2**20
+
+
+def buffer(mib: float, name: str = "x") -> Buffer:
+    return Buffer(name, int(mib * MIB), Kind.ACTIVATIONS)
+
+
+def op(name: str, allocates: tuple[Buffer, ...] = (), frees: tuple[Buffer, ...] = ()) -> Op:
+    return Op(name, Phase.FORWARD, allocates, frees)
+
+
+def step(*ops: Op, resident: tuple[Buffer, ...] = ()) -> Step:
+    return Step(resident, (Section("micro-step 1", ops),))
+
+
+# Segments
+
+
+@pytest.mark.parametrize(
+    ("requested", "reserved_mib"),
+    [
+        (1, 2),
+        (1 * MIB, 2),
+        (1 * MIB + 1, 20),
+        (10 * MIB - 512, 20),
+        (10 * MIB - 511, 10),  # rounds to 10 MiB, which has a segment of its own
+        (10 * MIB + 1, 12),
+        (4 * 1024 * 50257 * 4, 786),  # 785.3 MiB of logits: the 786.00 MiB of a published error message
+        (2 * 1024 * 50304 * 4, 394),
+    ],
+)
+def test_a_first_request_reserves_a_segment_of_its_class(requested: int, reserved_mib: int) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(requested)
+    assert allocator.reserved_bytes == reserved_mib * MIB
+
+
+def test_a_cublas_workspace_alone_is_counted_as_measured_on_an_rtx_4090() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(2 * 4096 * 1024 + 8 * 16 * 1024)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (8_519_680, 20_971_520)
+
+
+def test_an_empty_request_takes_nothing() -> None:
+    allocator = CachingAllocator(capacity_bytes=0)
+    allocator.free(allocator.allocate(0))
+    assert allocator.reserved_bytes == allocator.allocated_bytes == 0
+
+
+def test_a_negative_request_is_an_error() -> None:
+    with pytest.raises(ValueError, match="-512"):
+        CachingAllocator().allocate(-512)
+
+
+# Splitting and best fit
+
+
+def test_a_large_block_is_split_only_where_more_than_one_mib_remains() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB))
+    assert allocator.allocate(29 * MIB).size == 30 * MIB
+    assert allocator.allocated_bytes == 30 * MIB  # PyTorch counts the whole block as allocated
+    other = CachingAllocator()
+    other.free(other.allocate(30 * MIB))
+    assert other.allocate(29 * MIB - 512).size == 29 * MIB - 512
+    assert other.largest_free_block_bytes == 1 * MIB + 512
+
+
+def test_a_small_block_is_split_down_to_512_bytes() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(512) for _ in range(2 * MIB // 512)]
+    assert allocator.reserved_bytes == allocator.allocated_bytes == 2 * MIB
+    assert len({block.address for block in blocks}) == len(blocks)
+
+
+def test_the_smallest_block_that_fits_is_taken_and_of_equals_the_lowest() -> None:
+    allocator = CachingAllocator()
+    wide, first, second = (allocator.allocate(size * MIB) for size in (40, 30, 30))
+    first_address = first.address
+    for block in (second, wide, first):
+        allocator.free(block)
+    assert allocator.allocate(24 * MIB).address == first_address
+
+
+def test_free_neighbours_merge_so_that_a_larger_request_fits() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB))
+    left, middle, right = (allocator.allocate(10 * MIB) for _ in range(3))
+    for block in (left, right, middle):
+        allocator.free(block)
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 30 * MIB
+
+
+# A full card
+
+
+def test_a_full_card_gives_back_unused_segments_and_tries_again() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    allocator.free(allocator.allocate(60 * MIB))
+    allocator.allocate(80 * MIB)
+    assert (allocator.retries, allocator.reserved_bytes) == (1, 80 * MIB)
+    assert allocator.peak_reserved_bytes == 80 * MIB
+
+
+def test_a_segment_in_partial_use_cannot_be_given_back() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    whole = allocator.allocate(60 * MIB)
+    allocator.free(whole)
+    allocator.allocate(20 * MIB)
+    with pytest.raises(OutOfMemoryError) as caught:
+        allocator.allocate(51 * MIB + 1)
+    shortage = caught.value.shortage
+    assert shortage.requested_bytes == 51 * MIB + 1
+    assert shortage.tried_bytes == 52 * MIB
+    assert (shortage.allocated_bytes, shortage.unallocated_bytes) == (20 * MIB, 40 * MIB)
+    assert (shortage.free_bytes, shortage.capacity_bytes) == (40 * MIB, 100 * MIB)
+    assert shortage.largest_free_block_bytes == 40 * MIB
+    assert allocator.retries == 1
+
+
+def test_after_a_failure_the_allocator_still_serves_what_fits() -> None:
+    allocator = CachingAllocator(capacity_bytes=40 * MIB)
+    with pytest.raises(OutOfMemoryError):
+        allocator.allocate(41 * MIB)
+    allocator.allocate(40 * MIB)
+    assert allocator.allocated_bytes == 40 * MIB
+
+
+def test_the_message_says_what_pytorch_says() -> None:
+    allocator = CachingAllocator(capacity_bytes=1900 * MIB)
+    allocator.allocate(1200 * MIB)
+    with pytest.raises(OutOfMemoryError) as caught:
+        allocator.allocate(4 * 1024 * 50257 * 4)
+    assert caught.value.shortage.message(card_bytes=2048 * MIB, outside_bytes=148 * MIB) == (
+        "CUDA out of memory. Tried to allocate 786.00 MiB. GPU 0 has a total capacity of 2.00 GiB of which "
+        "700.00 MiB is free. Including non-PyTorch memory, this process has 1.32 GiB memory in use. Of the "
+        "allocated memory 1.17 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(1024, "1024 bytes"), (1025, "1.00 KiB"), (MIB, "1024.00 KiB"), (2**30, "1024.00 MiB"), (3 * 2**29, "1.50 GiB")],
+)
+def test_sizes_are_written_as_pytorch_writes_them(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+# Expandable segments
+
+
+def test_an_expandable_segment_grows_by_pages_of_20_mib() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    allocator.allocate(25 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.allocate(16 * MIB)  # 15 MiB are free behind the first: one page more makes room
+    assert allocator.reserved_bytes == 60 * MIB
+
+
+def test_growth_room_is_used_last() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    front = allocator.allocate(18 * MIB)
+    allocator.allocate(12 * MIB)
+    start = front.address
+    allocator.free(front)
+    # 10 MiB are free at the end and 18 at the front: the end could grow, so the front is the tighter fit.
+    assert allocator.allocate(5 * MIB).address == start
+
+
+def test_expandable_segments_serve_what_fragments_cannot() -> None:
+    def churn(expandable: bool) -> int:
+        allocator = CachingAllocator(expandable_segments=expandable)
+        for size in (30, 32, 34, 36, 38):
+            block = allocator.allocate(size * MIB)
+            allocator.free(block)
+        return allocator.peak_reserved_bytes
+
+    assert churn(False) == (30 + 32 + 34 + 36 + 38) * MIB
+    assert churn(True) == 40 * MIB
+
+
+def test_under_pressure_pages_move_from_one_pool_to_the_other() -> None:
+    allocator = CachingAllocator(capacity_bytes=22 * MIB, expandable_segments=True)
+    allocator.free(allocator.allocate(5 * MIB))
+    for _ in range(11):
+        allocator.allocate(1 * MIB)
+        allocator.allocate(1 * MIB)
+    assert allocator.allocated_bytes == allocator.reserved_bytes == 22 * MIB
+    assert allocator.retries == 1
+
+
+# The fold
+
+
+def test_the_fold_names_the_operation_at_which_reserved_memory_peaks() -> None:
+    a, b, c = buffer(30), buffer(40), buffer(25)
+    result = reserve(step(op("first", (a,)), op("second", (b,), (a,)), op("third", (c,), (b, c))))
+    assert result.peak_reserved_bytes == 70 * MIB
+    assert str(result.peak_reserved_at) == "micro-step 1, forward: second"
+    assert result.allocated_at_peak_bytes == result.peak_allocated_bytes == 70 * MIB
+    assert (result.allocated_bytes, result.reserved_bytes) == (0, 70 * MIB)
+    assert result.largest_free_block_bytes == 40 * MIB
+    assert result.fits
+
+
+def test_an_operation_allocates_before_it_frees() -> None:
+    old, new = buffer(30), buffer(30)
+    result = reserve(step(op("make", (old,)), op("replace", (new,), (old,)), op("drop", (), (new,))))
+    assert result.peak_reserved_bytes == 60 * MIB
+
+
+def test_what_is_there_before_the_step_counts() -> None:
+    result = reserve(step(resident=(buffer(30), buffer(0.5))))
+    assert result.peak_reserved_bytes == 32 * MIB
+    assert result.peak_reserved_at == Place()
+    assert str(result.peak_reserved_at) == "before the first operation"
+
+
+def test_a_failure_names_the_operation_and_the_buffer() -> None:
+    fine, large = buffer(30, "h.0.gelu"), buffer(80, "logits")
+    result = reserve(step(op("block", (fine,)), op("lm_head", (large,))), capacity_bytes=100 * MIB)
+    assert not result.fits
+    assert result.failure is not None
+    assert result.failure.tried_bytes == 80 * MIB
+    assert str(result.failed_at) == "micro-step 1, forward: lm_head"
+    assert result.failed_buffer is large
+    assert result.peak_reserved_bytes == 30 * MIB
+
+
+def test_a_failure_before_the_first_operation_is_told_too() -> None:
+    weights = buffer(30, "wte")
+    result = reserve(step(resident=(weights,)), capacity_bytes=10 * MIB)
+    assert result.failed_buffer is weights
+    assert str(result.failed_at) == "before the first operation"
+
+
+def test_a_tight_card_costs_retries_where_a_roomy_one_reserves_more() -> None:
+    a, b = buffer(30), buffer(50)
+    program = step(op("a", (a,), (a,)), op("b", (b,), (b,)))
+    assert reserve(program).peak_reserved_bytes == 80 * MIB
+    tight = reserve(program, capacity_bytes=60 * MIB)
+    assert (tight.fits, tight.retries, tight.peak_reserved_bytes) == (True, 1, 50 * MIB)
+
+
+def test_a_second_step_takes_over_what_the_first_left() -> None:
+    weights, state, logits = buffer(30, "wte"), buffer(60, "exp_avg.wte"), buffer(25, "logits")
+    first = step(op("adam", (state, logits)), resident=(weights,))
+    later = step(op("head", (again := buffer(25, "logits"),), (again,)), resident=(buffer(30, "wte"), state))
+    result = reserve([first, later])
+    assert result.allocated_bytes == 90 * MIB
+    assert result.peak_reserved_bytes == 116 * MIB  # the second step's logits lie where the first's were
+
+
+@given(st.lists(st.integers(0, 5 * MIB), max_size=12), st.booleans())
+def test_the_allocated_peak_is_the_plain_sum_where_blocks_fit_exactly(sizes: list[int], expandable: bool) -> None:
+    buffers = [Buffer(str(at), size, Kind.ACTIVATIONS) for at, size in enumerate(sizes)]
+    forward = [op(b.name, (b,)) for b in buffers]
+    backward = [op("d" + b.name, (), (b,)) for b in reversed(buffers)]
+    program = step(op("begin"), *forward, *backward)
+    result = reserve(program, None, expandable)
+    plain = find_peak(program).allocated_bytes
+    assert plain <= result.peak_allocated_bytes
+    if expandable:  # any rest of 512 bytes is split off
+        assert result.peak_allocated_bytes == plain
+    assert result.allocated_bytes == 0
