@@ -24,7 +24,9 @@ OOMPH = Path(sys.executable).with_name("oomph")
 def wall_ms(command: list[str]) -> float:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
-    subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment)
+    subprocess.run(
+        command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment
+    )
     return (time.perf_counter() - start) * 1e3
 
 

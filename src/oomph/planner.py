@@ -138,7 +138,7 @@ def plan(
         compute=compute,
         data=data,
         energy=cost.energy(chosen.watts, time.hours if time else None, price_kwh, currency),
-        notes=(*loaded.notes, *devices.warnings(settled, chosen), *_remarks(settled)),
+        notes=(*loaded.notes, *chosen.notes, *devices.warnings(settled, chosen), *_remarks(settled)),
     )
 
 
@@ -232,5 +232,7 @@ def _remarks(config: TrainConfig) -> list[str]:
     """What a reader of this plan should know beyond its figures."""
     remarks = []
     if config.eval_only:
-        remarks.append("eval_only is set: nanoGPT evaluates once and leaves; the plan is that of training with this config")
+        remarks.append(
+            "eval_only is set: nanoGPT evaluates once and leaves; the plan is that of training with this config"
+        )
     return remarks

@@ -53,7 +53,9 @@ def split_keys(argv: Sequence[str], own: set[str]) -> tuple[list[str], list[Over
             rest.append(f"--{name}{equals}{value}")
         elif name not in KEYS:
             known = [f"--{key}" for key in (*sorted(own), *KEYS)]
-            problems.append(Problem(argument, f"unknown option or config key '{name}'", nearest=nearest(f"--{name}", known)))
+            problems.append(
+                Problem(argument, f"unknown option or config key '{name}'", nearest=nearest(f"--{name}", known))
+            )
             position += not equals and _is_value(argv, position)
         elif equals:
             overrides.append((name, value, argument))

@@ -70,6 +70,8 @@ def _run(arguments: list[str]) -> int:
         print(f"oomph {__version__}")
         return DONE
     if verb not in VERBS:
-        raise InputError(Problem("oomph", f"unknown verb '{verb}'", allowed=", ".join(VERBS), nearest=nearest(verb, list(VERBS))))
+        raise InputError(
+            Problem("oomph", f"unknown verb '{verb}'", allowed=", ".join(VERBS), nearest=nearest(verb, list(VERBS)))
+        )
     run: Callable[[list[str]], int] = import_module(f"oomph.cli.{verb}").run
     return run(arguments[1:])

@@ -84,7 +84,14 @@ def device_from(options: argparse.Namespace, loaded: LoadedConfig) -> Device:
     on_cpu = loaded.config.device.startswith("cpu")
     if on_cpu and (options.gpu or any(value is not None for value in given.values())):
         where = loaded.sources.get("device", "device")
-        raise InputError(Problem(where, "device is the CPU, but a GPU is named too", found=f"--gpu {options.gpu}", allowed="one of the two"))
+        raise InputError(
+            Problem(
+                where,
+                "device is the CPU, but a GPU is named too",
+                found=f"--gpu {options.gpu}",
+                allowed="one of the two",
+            )
+        )
     if any(value is not None for value in given.values()):
         return devices.custom(options.gpu, **given)
     if options.gpu:
@@ -96,8 +103,10 @@ def _parser() -> VerbParser:
     parser = VerbParser("plan", "What a training run needs: memory, time, money; nanoGPT and oomph train side by side.")
     add_source(parser)
     add_device(parser)
-    parser.add_argument("--step_ms", type=positive, metavar="MS", help="a measured step time, instead of the predicted one")
-    parser.add_argument("--price_kwh", type=positive, default=PRICE_PER_KWH, metavar="PRICE", help="of electricity; default %(default)s")
+    parser.add_argument("--step_ms", type=positive, metavar="MS", help="a measured step time instead of the predicted")
+    parser.add_argument(
+        "--price_kwh", type=positive, default=PRICE_PER_KWH, metavar="PRICE", help="of electricity; default %(default)s"
+    )
     parser.add_argument("--currency", default="USD", help="of that price; default %(default)s")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="the plan of the chosen trainer as JSON")
@@ -112,20 +121,26 @@ def add_source(parser: VerbParser) -> None:
         "sources",
         nargs="*",
         metavar="CONFIG",
-        help="a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a nanoGPT .py file (read, never run), a .toml, a Hugging "
-        "Face config.json or a nanoGPT checkpoint; several are laid over each other",
+        help="a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a nanoGPT .py file (read, never run), a .toml file, "
+        "a Hugging Face config.json or a nanoGPT checkpoint; several are laid over each other",
     )
 
 
 def add_device(parser: VerbParser) -> None:
     """The card: by name, or by numbers."""
-    parser.add_argument("--gpu", metavar="NAME", help="a card as people or nvidia-smi write it; without it, this machine's")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="a card as people or nvidia-smi write it; without it, this machine's"
+    )
     parser.add_argument("--gpu_mib", type=positive, metavar="MIB", help="its memory, for a card oomph does not know")
     parser.add_argument("--gpu_tflops", type=positive, metavar="TFLOPS", help="its dense half-precision peak")
     parser.add_argument("--gpu_gbs", type=positive, metavar="GB/S", help="its memory bandwidth")
     parser.add_argument("--gpu_watts", type=positive, metavar="W", help="its power limit")
     parser.add_argument(
-        "--reserve_mib", type=not_negative, default=0.0, metavar="MIB", help="kept free for the desktop and other programs"
+        "--reserve_mib",
+        type=not_negative,
+        default=0.0,
+        metavar="MIB",
+        help="kept free for the desktop and other programs",
     )
 
 
@@ -153,5 +168,9 @@ def keys_help() -> str:
     lines = ["config keys, each as --key=value:"]
     for whose, heading in (("nanogpt", "nanoGPT's"), ("oomph", "ours")):
         lines.append(f"\n {heading}")
-        lines += [f"  {key.name:<28} {key.default!s:<12} {key.description}" for key in configs.describe_keys() if key.whose == whose]
+        lines += [
+            f"  {key.name:<28} {key.default!s:<12} {key.description}"
+            for key in configs.describe_keys()
+            if key.whose == whose
+        ]
     return "\n".join(lines)

@@ -114,7 +114,9 @@ def _verdict(plan: Plan) -> Verdict:
     if memory.fits is None or memory.headroom_mib is None:
         return Verdict(program, None, f"{program} needs {need}")
     if memory.retries:
-        return Verdict(program, True, f"{program} fits, but only just: it fills the card and has to give cached memory back")
+        return Verdict(
+            program, True, f"{program} fits, but only just: it fills the card and has to give cached memory back"
+        )
     if memory.fits:
         return Verdict(program, True, f"{program} fits: it needs {need}, and {memory.headroom_mib:,.0f} are left")
     return Verdict(program, False, f"{program} does not fit: it needs {need}, {-memory.headroom_mib:,.0f} too many")
@@ -177,8 +179,8 @@ def _peak(plan: Plan) -> str:
     largest = max(memory.breakdown, key=lambda part: part.mib)
     share = 100 * largest.mib / memory.allocated_mib
     return (
-        f"{PROGRAM[plan.config.trainer]} is fullest in {memory.peak_at}; {largest.name} hold{'s' * (largest.name == 'attention')} "
-        f"the most, {largest.mib:,.0f} of {memory.allocated_mib:,.0f} MiB allocated ({share:.0f} %)"
+        f"{PROGRAM[plan.config.trainer]} is fullest in {memory.peak_at}; the largest share, {share:.0f} % of "
+        f"{memory.allocated_mib:,.0f} MiB allocated, is {largest.name}"
     )
 
 
@@ -194,7 +196,9 @@ def _use(plan: Plan) -> str:
 
 def _data(plan: Plan) -> str:
     data = plan.data
-    epochs = f", {data.epochs:.2f} passes over {count(data.dataset_tokens)}" if data.epochs and data.dataset_tokens else ""
+    epochs = (
+        f", {data.epochs:.2f} passes over {count(data.dataset_tokens)}" if data.epochs and data.dataset_tokens else ""
+    )
     return (
         f"{plan.config.max_iters:,} steps = {count(data.total_tokens)} tokens{epochs}, "
         f"{data.tokens_per_param:,.0f} a parameter"

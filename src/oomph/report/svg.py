@@ -47,10 +47,9 @@ def _bar(bar: Bar, y: float, scale: float) -> list[str]:
     x = float(LEFT)
     for name, size_mib in bar.parts:
         wide = size_mib * scale
-        tip = escape(f"{name}: {size_mib:,.1f} MiB")
-        lines.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="38" fill="{look(name)[0]}"><title>{tip}</title></rect>'
-        )
+        tip = f"<title>{escape(name)}: {size_mib:,.1f} MiB</title>"
+        box = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="38"'
+        lines.append(f'<rect {box} fill="{look(name)[0]}">{tip}</rect>')
         x += wide
     lines.append(f'<text x="{x + 8:.1f}" y="{y + 25}">{bar.total_mib:,.0f} MiB</text>')
     return lines

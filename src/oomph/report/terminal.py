@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import IO
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -29,9 +29,9 @@ def print_summary(summary: Summary, file: IO[str] | None = None) -> None:
             Text(),
             *_bars(summary, width),
             Padding(_memory_table(summary), (1, 0, 1, 0)),
-            *([Padding(_time_table(summary), (0, 0, 1, 0))] if summary.paces else []),
+            *_time(summary),
             _facts(summary),
-            *([Text(), Text("to know", style="bold"), _notes(summary)] if summary.notes else []),
+            *_to_know(summary),
         ),
         width=width,
     )
@@ -57,7 +57,9 @@ def _bars(summary: Summary, width: int) -> list[Text]:
 
 def _bar(bar: Bar, full_mib: float, cells: int) -> Text:
     """Glyphs for parts; the card's limit as a line, in front of what does not fit."""
-    glyphs = [(look(name)[1], look(name)[0]) for name, wide in segments(bar.parts, full_mib, cells) for _ in range(wide)]
+    glyphs = [
+        (look(name)[1], look(name)[0]) for name, wide in segments(bar.parts, full_mib, cells) for _ in range(wide)
+    ]
     glyphs += [(" ", "")] * (cells - len(glyphs))
     if bar.capacity_mib is not None:
         at = min(cells - 1, max(0, round(bar.capacity_mib / full_mib * cells) - 1))
@@ -77,7 +79,9 @@ def _memory_table(summary: Summary) -> Table:
         colour, glyph = look(component)
         name = Text.assemble((f"{glyph} ", colour), component)
         table.add_row(name, *(_cell(dict(bar.parts).get(component)) for bar in summary.bars))
-    table.add_row(Text("  in all", style="bold"), *(Text(f"{bar.total_mib:,.0f}", style="bold") for bar in summary.bars))
+    table.add_row(
+        Text("  in all", style="bold"), *(Text(f"{bar.total_mib:,.0f}", style="bold") for bar in summary.bars)
+    )
     return table
 
 
@@ -93,6 +97,14 @@ def _time_table(summary: Summary) -> Table:
         row = (pace.case, pace.step, pace.tokens_per_s, pace.run, pace.finish)
         table.add_row(*row, style="bold" if pace.case == "likely" else "")
     return table
+
+
+def _time(summary: Summary) -> list[RenderableType]:
+    return [Padding(_time_table(summary), (0, 0, 1, 0))] if summary.paces else []
+
+
+def _to_know(summary: Summary) -> list[RenderableType]:
+    return [Text(), Text("to know", style="bold"), _notes(summary)] if summary.notes else []
 
 
 def _facts(summary: Summary) -> Table:

@@ -1,0 +1,60 @@
+"""Which card a run was on: by its name, or by what its memory, power limit and speed leave open."""
+
+from __future__ import annotations
+
+import msgspec
+
+from oomph.devices import Device, all_devices, find
+from oomph.errors import InputError
+from oomph.runs.model import Gpu, How
+
+SAME_MIB = 8  # drivers differ by so much
+TORCH_TOTAL = 0.004  # "11.62 GiB" is known to 5 MiB; drivers take a little more or less
+
+
+class Card(msgspec.Struct, frozen=True):
+    """The card, or those it may be."""
+
+    device: Device | None
+    how: How | None
+    where: str  # the reasoning
+    candidates: tuple[str, ...] = ()
+
+
+def identify(gpu: Gpu | None, tflops: float | None = None, given: str | None = None) -> Card:
+    """The card. `tflops` is what the run achieves: no card does more than its peak. `given` is the user's word for it."""
+    total = round(gpu.total_mib) if gpu is not None and gpu.total_mib else None
+    if given is not None:
+        return Card(find(given, total), "given", f"--gpu {given}")
+    if gpu is None:
+        return Card(None, None, "nothing names the card: give it with --gpu")
+    if gpu.name is not None:
+        try:
+            return Card(find(gpu.name, total), "read", f"named {gpu.name}")
+        except InputError:
+            pass  # a name cut short, or a card that the catalogue lacks: its memory may still tell
+    fitting, reason = _by_memory(gpu)
+    if gpu.name is not None:
+        words = gpu.name.lower().removeprefix("nvidia ").rstrip(". ")
+        fitting = [device for device in fitting if words in device.name.lower()] or fitting
+    if gpu.limit_watts is not None and (limited := [d for d in fitting if d.watts == gpu.limit_watts]):
+        fitting, reason = limited, f"{reason} and a power limit of {gpu.limit_watts:.0f} W"
+    if tflops is not None and (able := [d for d in fitting if (d.tflops_fp16 or 0.0) >= 0.97 * tflops]):
+        fitting = able
+    if len(fitting) == 1:
+        return Card(fitting[0], "inferred", f"the only card with {reason}")
+    names = tuple(device.name for device in fitting)
+    return Card(None, None, f"several cards have {reason}" if names else f"no known card has {reason}", names)
+
+
+def _by_memory(gpu: Gpu) -> tuple[list[Device], str]:
+    cards = [device for device in all_devices() if device.kind == "cuda"]
+    if gpu.total_mib is not None:
+        fitting = [device for device in cards if abs(device.memory_mib - gpu.total_mib) <= SAME_MIB]
+        return fitting, f"{gpu.total_mib:.0f} MiB"
+    if gpu.torch_total_mib is not None:
+        total = gpu.torch_total_mib
+        fitting = [d for d in cards if abs(d.usable_mib - total) <= TORCH_TOTAL * total]
+        near = [d for d in cards if d.usable_mib <= 1.004 * total and total <= d.memory_mib + SAME_MIB]
+        return fitting or near, f"{total / 1024:.2f} GiB for torch"
+    return [], "an unknown memory"

@@ -1,0 +1,80 @@
+"""How fast a run goes: its steady step time, with warm-up and evaluations told apart from steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from oomph.runs.model import EVALUATING, STEADY, Run
+
+NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's bfloat16 peak, whatever the card
+STALLED = 1.5  # a step this many times slower than the median has waited for something
+WARM_UP_STEPS = 5  # at most, where the log does not mark them
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """The speed of the steady steps."""
+
+    step_ms: float  # median
+    low_ms: float  # of the middle 90 %
+    high_ms: float
+    steps: int  # steady steps it rests on (a sample of a long log)
+    stalled: float  # share of them slower than 1.5 times the median
+    first_ms: float | None  # the first step of all: compilation is in it
+    warm_up_steps: int
+    evaluation_ms: float | None  # what an evaluation adds to its step
+    mfu_percent: float | None  # as printed, median over steady steps
+
+
+def pace(run: Run) -> Pace | None:
+    """The run's pace; None where no step was timed."""
+    steps = run.steps
+    rows = list(zip(steps.column("step"), steps.column("ms"), steps.column("kind"), steps.column("mfu_percent"), strict=True))
+    timed = [row for row in rows if math.isfinite(row[1]) and row[1] > 0]
+    steady = [row for row in timed if row[2] == STEADY]
+    if not steady:
+        steady = timed[1:] or timed
+    if not steady:
+        return None
+    warm = 0
+    if len(steady) > 2 * WARM_UP_STEPS:  # not every program marks its warm-up: leave out a slow beginning
+        middle = median(row[1] for row in steady)
+        while warm < WARM_UP_STEPS and steady[warm][1] > STALLED * middle:
+            warm += 1
+    steady = steady[warm:]
+    times = sorted(row[1] for row in steady)
+    middle = median(times)
+    mfus = [row[3] for row in steady if math.isfinite(row[3]) and row[3] > 0]
+    extra = [row[1] - middle for row in timed[1:] if row[2] == EVALUATING]
+    return Pace(
+        step_ms=middle,
+        low_ms=_quantile(times, 0.05),
+        high_ms=_quantile(times, 0.95),
+        steps=len(times),
+        stalled=sum(ms > STALLED * middle for ms in times) / len(times),
+        first_ms=timed[0][1] if steps.totals["step"].first == timed[0][0] else None,
+        warm_up_steps=warm + sum(row[2] not in (STEADY, EVALUATING) for row in timed),
+        evaluation_ms=median(extra) if extra else None,
+        mfu_percent=median(mfus) if mfus else None,
+    )
+
+
+def nanogpt_flops_per_step(run: Run) -> float | None:
+    """FLOPs a step and device that nanoGPT's printed MFU and time imply; None for other programs."""
+    if run.program != "nanogpt":
+        return None
+    steps = run.steps
+    rows = zip(steps.column("ms"), steps.column("mfu_percent"), steps.column("kind"), strict=True)
+    steady = [ms * mfu for ms, mfu, kind in rows if kind == STEADY and ms > 0 and mfu > 0]
+    return median(steady) * 1e-5 * NANOGPT_PEAK_FLOPS if steady else None  # ms and %: 1e-3 and 1e-2
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """By linear interpolation between the two nearest."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

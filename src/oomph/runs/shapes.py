@@ -1,0 +1,201 @@
+"""Which model prints these counts? Every shape that agrees with what a nanoGPT log says of its own size.
+
+nanoGPT's model with L layers of width C, a vocabulary of V and T positions has
+
+    decayed       2 + 4L tensors with  (V + T)·C + 12·L·C²  numbers
+    not decayed   2L + 1 tensors with  (2L + 1)·C           numbers, or with biases
+                  8L + 2 tensors with  (13L + 2)·C
+    printed       all but the T·C position embeddings, rounded to 0.01 M
+
+so that the layers, the width and V + T follow exactly, and rounding leaves a few T, of which one is usual. The FLOPs a
+token that its MFU implies, 6·printed + 12·L·C·T, and tokens a step, a multiple of T, narrow the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from oomph.runs.model import Printed
+
+# Vocabularies in common use, each with a name for the reader.
+VOCABULARIES = {
+    65: "Shakespeare's characters",
+    205: "enwik8's characters",
+    256: "bytes",
+    257: "bytes and an end",
+    4096: "TinyStories",
+    8192: "8k",
+    16384: "16k",
+    30522: "BERT",
+    32000: "Llama 2",
+    32768: "32k",
+    49152: "SmolLM",
+    50257: "GPT-2",
+    50280: "GPT-NeoX",
+    50304: "GPT-2, padded to a multiple of 64",
+    65536: "nanochat",
+    100277: "cl100k",
+    100352: "cl100k, padded",
+    128256: "Llama 3",
+    151936: "Qwen 2",
+    200019: "o200k",
+}
+WIDEST, LONGEST, MOST_WORDS = 32768, 1 << 17, 1 << 20
+FLOPS_SLACK = 0.03  # the printed MFU is a running mean over steps
+MOST = 64  # shapes returned at most
+
+
+class Shape(msgspec.Struct, frozen=True, order=True):
+    """A model's shape."""
+
+    n_layer: int
+    n_embd: int
+    vocab_size: int
+    block_size: int
+    bias: bool
+
+    @property
+    def oddity(self) -> int:
+        """How far the sizes are from those that people choose: 0 for a common vocabulary and multiples of 64."""
+        if not _usual_length(self.block_size):
+            return 3
+        if self.vocab_size in VOCABULARIES:
+            return 0 if self.n_embd % 64 == 0 else 1
+        return 2 if self.vocab_size % 64 == 0 else 3
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What is known beside the counts."""
+
+    keys: Mapping[str, object]  # of n_layer, n_embd, vocab_size, block_size, bias: those that were read or given
+    flops_per_token: float | None = None  # as the printed MFU implies
+
+    def whole(self, key: str) -> int | None:
+        value = self.keys.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def solve(printed: Printed, known: Known) -> list[Shape]:
+    """Every shape that agrees and is as usual as the most usual of them; at most `MOST`."""
+    found = set(_shapes(printed, known))
+    least = min((shape.oddity for shape in found), default=0)
+    return sorted(shape for shape in found if shape.oddity == least)[:MOST]
+
+
+def _shapes(printed: Printed, known: Known) -> Iterator[Shape]:
+    if printed.params is None and printed.decay_params is None:
+        return
+    for layers in _layers(printed, known):
+        for bias in _biases(printed, known, layers):
+            for width in _widths(printed, known, layers, bias):
+                for vocabulary, length in _words_and_positions(printed, known, layers, width, bias):
+                    shape = Shape(layers, width, vocabulary, length, bias)
+                    if _agrees(shape, printed, known):
+                        yield shape
+
+
+def _layers(printed: Printed, known: Known) -> Iterable[int]:
+    if printed.decay_tensors is not None:
+        whole, rest = divmod(printed.decay_tensors - 2, 4)
+        return [whole] if rest == 0 and 1 <= whole <= 10_000 else []
+    layers = known.whole("n_layer")
+    return range(1, 65) if layers is None else [layers]
+
+
+def _biases(printed: Printed, known: Known, layers: int) -> Iterable[bool]:
+    bias = known.keys.get("bias")
+    choices = [bias] if isinstance(bias, bool) else [False, True]
+    if printed.no_decay_tensors is None:
+        return choices
+    return [choice for choice in choices if printed.no_decay_tensors == (8 * layers + 2 if choice else 2 * layers + 1)]
+
+
+def vectors(layers: int, bias: bool) -> int:
+    """Numbers in layer norms and biases, in units of the width."""
+    return 13 * layers + 2 if bias else 2 * layers + 1
+
+
+def _widths(printed: Printed, known: Known, layers: int, bias: bool) -> Iterable[int]:
+    width = known.whole("n_embd")
+    if printed.no_decay_params is not None:
+        whole, rest = divmod(printed.no_decay_params, vectors(layers, bias))
+        return [whole] if rest == 0 and whole and (width is None or width == whole) else []
+    if width is not None:
+        return [width]
+    size = printed.decay_params or printed.params or 0
+    widest = min(WIDEST, int((size / (12 * layers)) ** 0.5) + 1)
+    if printed.decay_params is not None:
+        return [each for each in range(16, widest + 1, 8) if size % each == 0]
+    return range(64, widest + 1, 64)  # the rounded count alone: only widths that people choose
+
+
+def _words_and_positions(
+    printed: Printed, known: Known, layers: int, width: int, bias: bool
+) -> Iterator[tuple[int, int]]:
+    vocabulary, length = known.whole("vocab_size"), known.whole("block_size")
+    blocks = 12 * layers * width * width
+    if printed.decay_params is not None:
+        both, rest = divmod(printed.decay_params - blocks, width)  # V + T
+        if rest or both < 2:
+            return
+        if vocabulary is not None or length is not None:
+            words = vocabulary if vocabulary is not None else both - (length or 0)
+            yield words, both - words
+            return
+        for positions in _lengths(printed, known, layers, width, bias, both):
+            yield both - positions, positions
+        return
+    middle = ((printed.params or 0) - blocks - vectors(layers, bias) * width) / width
+    slack = printed.params_slack / width
+    candidates = [vocabulary] if vocabulary is not None else list(VOCABULARIES)
+    for words in candidates:
+        if abs(words - middle) <= slack + 1e-6:
+            for positions in [length] if length is not None else _lengths_by_flops(printed, known, layers, width):
+                yield words, positions
+
+
+def _lengths(printed: Printed, known: Known, layers: int, width: int, bias: bool, both: int) -> Iterable[int]:
+    """Positions that the rounded count leaves open, given V + T."""
+    if printed.params is None:
+        common = [both - words for words in VOCABULARIES]
+        return [length for length in common if 0 < length <= LONGEST and _usual_length(length)]
+    total = (printed.decay_params or 0) + vectors(layers, bias) * width
+    low = -(-(total - printed.params - printed.params_slack) // width)
+    high = (total - printed.params + printed.params_slack) // width
+    lengths = range(max(1, low), min(both - 1, high, LONGEST) + 1)
+    # Tiny models leave thousands open: then only lengths that people choose.
+    return lengths if len(lengths) <= 256 else [length for length in lengths if _usual_length(length)]
+
+
+def _lengths_by_flops(printed: Printed, known: Known, layers: int, width: int) -> Iterable[int]:
+    """Usual lengths: those that divide a step's tokens, near what the MFU implies."""
+    if known.flops_per_token is None:
+        return []
+    each = 12 * layers * width
+    middle = (known.flops_per_token - 6 * (printed.params or 0)) / each
+    slack = FLOPS_SLACK * known.flops_per_token / each
+    return [length for length in range(64, 1 << 16, 64) if abs(length - middle) <= slack and _usual_length(length)]
+
+
+def _usual_length(length: int) -> bool:
+    return length % 64 == 0 or length in (8, 16, 32)
+
+
+def _agrees(shape: Shape, printed: Printed, known: Known) -> bool:
+    if not (1 <= shape.vocab_size <= MOST_WORDS and 1 <= shape.block_size):
+        return False
+    for key in ("n_layer", "n_embd", "vocab_size", "block_size", "bias"):
+        if known.keys.get(key) not in (None, getattr(shape, key)):
+            return False
+    if printed.tokens_per_step is not None and printed.tokens_per_step % shape.block_size:
+        return False
+    blocks = 12 * shape.n_layer * shape.n_embd**2
+    count = shape.vocab_size * shape.n_embd + blocks + vectors(shape.n_layer, shape.bias) * shape.n_embd
+    if printed.params is not None and abs(count - printed.params) > printed.params_slack:
+        return False
+    if known.flops_per_token is None:
+        return True
+    flops = 6 * count + 12 * shape.n_layer * shape.n_embd * shape.block_size
+    return abs(flops - known.flops_per_token) <= FLOPS_SLACK * known.flops_per_token

@@ -1,0 +1,189 @@
+"""The command as a user runs it: what it prints, where, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from oomph.cli.main import main
+
+EXAMPLE = str(Path(__file__).parent.parent / "examples" / "fineweb_124m.py")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert "plan" in out
+    assert "gpus" in out
+
+
+def test_no_verb_shows_the_help_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys)
+    assert code == 2
+    assert "usage" in out
+
+
+def test_a_misspelt_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "paln")
+    assert code == 2
+    assert "did you mean plan?" in err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[:2] == (0, "oomph 0.1.0\n")
+
+
+def test_plan_help_lists_every_config_key(capsys: pytest.CaptureFixture[str]) -> None:
+    from oomph.config import TrainConfig
+
+    with pytest.raises(SystemExit) as leaving:
+        main(["plan", "--help"])
+    assert leaving.value.code == 0
+    out = capsys.readouterr().out
+    assert all(key in out for key in TrainConfig.__struct_fields__)
+
+
+def test_a_plan_that_fits_exits_0_and_one_that_does_not_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "plan", EXAMPLE, "--gpu", "RTX 4070", "--batch_size=1")[0] == 0
+    assert run(capsys, "plan", EXAMPLE, "--gpu", "RTX 4070", "--batch_size=64")[0] == 1
+
+
+def test_the_report_opens_with_the_run_and_the_verdict_and_shows_both_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = run(capsys, "plan", EXAMPLE, "--gpu", "RTX 4070", "--batch_size=64")
+    assert "nanoGPT does not fit" in out
+    assert "oomph train" in out
+    assert "logits and loss" in out
+    assert "2.85 passes" not in out  # the batch was quadrupled
+    assert "11.40 passes" in out
+
+
+def test_json_is_the_plan_of_the_chosen_trainer_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "plan", EXAMPLE, "--gpu", "RTX 4070", "--json", "--trainer=oomph")
+    plan = json.loads(out)
+    assert plan["config"]["trainer"] == "oomph"
+    assert plan["config"]["sources"]["trainer"] == "--trainer=oomph"
+    assert plan["config"]["sources"]["batch_size"].endswith("fineweb_124m.py:7")
+
+
+def test_keys_are_taken_as_nanogpt_takes_them_and_with_a_space_or_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    for spelling in (["--batch_size=3"], ["--batch_size", "3"], ["--batch-size=3"]):
+        _, out, _ = run(capsys, "plan", "gpt2", "--gpu", "RTX 4070", "--json", *spelling)
+        assert json.loads(out)["config"]["batch_size"] == 3
+
+
+def test_every_wrong_key_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "plan", "gpt2", "--gpu", "4070", "--batch_sise=3", "--n_heads=2")
+    assert (code, out) == (2, "")
+    assert "did you mean --batch_size?" in err
+    assert "did you mean --n_head?" in err
+
+
+def test_every_wrong_value_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "gpt2", "--gpu", "4070", "--batch_size=0", "--n_embd=770", "--dropout=x")
+    assert code == 2
+    assert "--batch_size=0" in err
+    assert "--n_embd=770" in err
+    assert "--dropout=x" in err
+    assert "Traceback" not in err
+
+
+def test_a_key_without_a_value_says_how_to_give_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "gpt2", "--compile")
+    assert code == 2
+    assert "--compile=VALUE" in err
+
+
+@pytest.mark.parametrize(
+    "flag", ["--gpu_mib=0", "--gpu_mib=x", "--gpu_mib=inf", "--reserve_mib=-1", "--step_ms=nan", "--price_kwh=-3"]
+)
+def test_a_number_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    code, _, err = run(capsys, "plan", "gpt2", flag)
+    assert code == 2
+    assert flag.split("=")[0] in err
+
+
+def test_a_gpu_and_device_cpu_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "gpt2", "--gpu", "4070", "--device=cpu")
+    assert code == 2
+    assert "--device=cpu" in err
+
+
+def test_an_unknown_card_can_be_given_by_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(
+        capsys, "plan", "gpt2", "--gpu_mib=48000", "--gpu_tflops=200", "--gpu_gbs=900", "--gpu_watts=300", "--json"
+    )
+    plan = json.loads(out)
+    assert plan["memory"]["fits"] is True
+    assert plan["time"]["tokens_per_s"] > 0
+    assert plan["energy"]["watts"] == pytest.approx(270)
+
+
+def test_markdown_has_a_table_for_memory_and_one_for_time(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "plan", EXAMPLE, "--gpu", "RTX 4070", "--markdown")
+    assert out.startswith("## GPT")
+    assert "| memory, MiB, at the peak | nanoGPT | oomph train |" in out
+    assert "| likely |" in out
+
+
+def test_the_svg_is_well_formed_and_sits_beside_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    _, out, _ = run(capsys, "plan", EXAMPLE, "--gpu", "RTX 4070", "--svg", str(picture))
+    assert "nanoGPT" in out
+    root = ElementTree.fromstring(picture.read_text())
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_an_svg_that_cannot_be_written_is_said_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = run(capsys, "plan", "gpt2", "--gpu", "RTX 4070", "--svg", str(tmp_path / "no" / "plan.svg"))
+    assert code == 2
+    assert "cannot be written" in err
+    (tmp_path / "folder.svg").mkdir()
+    code, _, err = run(capsys, "plan", "gpt2", "--gpu", "RTX 4070", "--svg", str(tmp_path / "folder.svg"))
+    assert code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
+
+
+def test_gpus_lists_the_catalogue_and_shows_one_card_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    _, table, _ = run(capsys, "gpus")
+    assert "GeForce RTX 4070" in table
+    _, one, _ = run(capsys, "gpus", "RTX", "4070")
+    assert "58.3" in one
+    assert "12282" in one.replace(",", "")
+    assert "source" in one
+
+
+def test_an_ambiguous_card_lists_its_candidates(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "gpus", "3080")
+    assert code == 2
+    assert "10GB" in err
+    assert "12GB" in err
+
+
+def test_output_is_plain_when_it_is_not_a_terminal() -> None:
+    environment = os.environ | {"COLUMNS": "100"}
+    command = [sys.executable, "-m", "oomph", "plan", "gpt2", "--gpu", "RTX 4070"]
+    out = subprocess.run(command, check=False, capture_output=True, env=environment).stdout
+    assert b"\x1b[" not in out
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m oomph gpus --json | head -c 10 > /dev/null; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,59 @@
+"""The README's commands are run: what the front door promises must hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^\$ (oomph .*)$", README, flags=re.MULTILINE)
+PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+BIN = Path(sys.executable).parent
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(COMMANDS) >= 5
+    assert PYTHON
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_readme_command_runs(command: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        shlex.split(command), check=False, capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode in (0, 1), done.stderr  # 1: the honest answer that a run does not fit
+    assert done.stdout
+
+
+@pytest.mark.parametrize("code", PYTHON)
+def test_readme_python_runs(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_output_shown_is_the_output_printed() -> None:
+    """The terminal output in the README is what the command prints today, the finishing dates apart."""
+    shown = re.search(r"```console\n\$ (oomph plan .*?)\n(.*?)```", README, flags=re.DOTALL)
+    assert shown is not None
+    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    command = [str(BIN / "oomph"), *shlex.split(shown[1])[1:]]
+    printed = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment).stdout
+    assert _lines(printed) == _lines(shown[2])
+
+
+def _lines(text: str) -> list[str]:
+    dateless = re.sub(r"(Mon|Tue|Wed|Thu|Fri|Sat|Sun) \d\d \w{3} \d\d:\d\d", "DATE", text)
+    return [line.rstrip() for line in dateless.strip().splitlines()]
+
+
+def test_make_knows_the_targets_the_readme_names() -> None:
+    for target in re.findall(r"^\$ make (\w+)$", README, flags=re.MULTILINE):
+        subprocess.run(["make", "-n", target], check=True, capture_output=True, cwd=ROOT)
