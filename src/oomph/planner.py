@@ -124,10 +124,10 @@ def plan(
     loaded = configs.as_loaded(config)
     chosen = choose_device(device, loaded.config)
     loaded = configs.settle(loaded, chosen)
-    settled, on_gpu = loaded.config, chosen.kind != "cpu"
-    first, later = gpt.build(settled, cuda=on_gpu, first=True), gpt.build(settled, cuda=on_gpu)
+    settled = loaded.config
+    first, later = (gpt.build(settled, chosen.kind != "cpu", first, chosen.capability) for first in (True, False))
     compute, data = _compute(settled, later), _data(settled)
-    times = clock.predict_times(later, chosen, compiled=settled.compile)
+    times = clock.predict_times(later, settled, chosen)
     time = _time(settled, chosen, compute, data, times, step_ms)
     return Plan(
         loaded=loaded,

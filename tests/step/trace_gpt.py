@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from oomph.config.schema import TrainConfig
-from oomph.step.ops import Section, Step
+from oomph.step.ops import Buffer, Section, Step
 from oomph.step.trace import trace
 
 
@@ -72,6 +73,45 @@ class Block(nn.Module):
         return x
 
 
+class ChunkedLoss(torch.autograd.Function):
+    """Head and loss a chunk of rows at a time, as `gpt_eager_loss` describes it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, learns: bool) -> Tensor:
+        head, rows = weight, hidden.shape[0]
+        if torch.is_autocast_enabled("cpu"):
+            half = torch.get_autocast_dtype("cpu")
+            head = weight.to(half)
+            hidden = hidden.to(half)
+        loss = torch.zeros((), dtype=torch.float32)
+        if learns:
+            ctx.grads = [torch.empty_like(hidden), torch.zeros_like(weight)]
+        for first in range(0, rows, chunk):
+            part = slice(first, min(first + chunk, rows))
+            grads = (ctx.grads[0][part], ctx.grads[1]) if learns else None
+            one_chunk(hidden[part], head, targets[part].view(-1, 1), loss, rows, grads)
+        return loss.div_(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight = ctx.grads
+        ctx.grads = None
+        return hidden.mul_(grad), weight.mul_(grad), None, None, None
+
+
+def one_chunk(hidden: Tensor, head: Tensor, targets: Tensor, loss: Tensor, rows: int, grads: Any) -> None:
+    logits = torch.mm(hidden, head.t())
+    logits = logits.float()
+    logits = torch.log_softmax(logits, -1)
+    loss.sub_(logits.gather(1, targets).sum())
+    if grads is None:
+        return
+    logits.exp_().scatter_add_(1, targets, torch.full(targets.shape, -1.0)).div_(rows)
+    logits = logits.to(head.dtype)
+    torch.mm(logits, head, out=grads[0])
+    grads[1].add_(torch.mm(logits.t(), hidden))
+
+
 class Gpt(nn.Module):
     """nanoGPT's modules in nanoGPT's order."""
 
@@ -103,6 +143,10 @@ class Gpt(nn.Module):
             else:
                 x = block(x)
         x = self.transformer["ln_f"](x)
+        if self.config.loss_chunk:
+            flat, learns = x.view(-1, x.size(-1)), torch.is_grad_enabled()
+            weight, chunk = self.lm_head.weight, self.config.loss_chunk
+            return ChunkedLoss.apply(flat, weight, targets.view(-1), chunk, learns)
         logits = self.lm_head(x)
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         return (logits, loss) if self.config.return_logits else loss
@@ -131,12 +175,16 @@ def _up(size_bytes: int, rounding: int) -> int:
     return -(-size_bytes // rounding) * rounding
 
 
+def rounded(buffers: Iterable[Buffer], rounding: int = 512) -> list[int]:
+    """Sizes as the allocator books them, in order."""
+    return sorted(_up(buffer.bytes, rounding) for buffer in buffers)
+
+
 def movements(section: Section, rounding: int = 512) -> list[int]:
-    """Every change of what is allocated, op by op: an op's allocations in one number, frees up to the next in another."""
+    """Every change of what is allocated: each operation's allocations, and what is freed until the next ones."""
     changes: list[int] = []
     for op in section.ops:
-        allocated = sum(_up(buffer.bytes, rounding) for buffer in op.allocates)
-        freed = sum(_up(buffer.bytes, rounding) for buffer in op.frees)
+        allocated, freed = sum(rounded(op.allocates, rounding)), sum(rounded(op.frees, rounding))
         if allocated:
             changes.append(allocated)
         if freed and changes and changes[-1] < 0:

@@ -3,8 +3,8 @@
 from oomph.devices.advice import warnings
 from oomph.devices.by_numbers import custom
 from oomph.devices.catalogue import all_devices
-from oomph.devices.device import Device
+from oomph.devices.device import RATES, Device
 from oomph.devices.lookup import find
 from oomph.devices.machine import detect
 
-__all__ = ["Device", "all_devices", "custom", "detect", "find", "warnings"]
+__all__ = ["RATES", "Device", "all_devices", "custom", "detect", "find", "warnings"]

@@ -71,6 +71,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # what a reader should know
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability as (major, minor): (8, 9)."""
+        return None if self.compute_capability is None else divmod(round(self.compute_capability * 10), 10)
+
+    @property
     def has_tensor_cores(self) -> bool:
         """Whether half precision has units of its own (as far as NVIDIA's classes tell)."""
         return self.kind == "cuda" and (self.rate_class is None or RATES.get(self.rate_class, Rate(1, 0, 0)).half > 0)

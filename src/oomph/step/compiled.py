@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from oomph.config.schema import NEWEST_TORCH, TrainConfig
 from oomph.step.compiled_capture import capture
+from oomph.step.compiled_gpt_backward import DONATED_FROM, ONE_HOT_BEFORE
 from oomph.step.compiled_inductor import plan
 from oomph.step.compiled_lines import GraphOps, Reader
 from oomph.step.compiled_loop import Loop, Programs
@@ -30,7 +31,6 @@ from oomph.step.ops import Buffer, Kind, Phase, Step
 from oomph.step.params import Parameter
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: the loss's backward no longer writes the targets out as a matrix
 
 Model = nn.Module | Callable[[], nn.Module]
 
@@ -63,7 +63,7 @@ def compiled(
         built = _on_fakes(model, fake_mode)
         batch = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
         if not autocast:
-            built = built.to(_DTYPES[dtype])
+            _convert(built, _DTYPES[dtype])
     half = _DTYPES[dtype] if autocast and dtype != "float32" else None
     made = _Maker(built, batch, half, cuda, fake_mode, torch_version).programs()
     found = [(n, p) for n, p in built.named_parameters() if p.requires_grad]
@@ -80,7 +80,7 @@ class _ModelOptimizer(Optimizer):
     """The optimizer of a model that is not described by a config."""
 
     def __init__(self, config: TrainConfig, cuda: bool, everything: list[Parameter]) -> None:
-        super().__init__(config, Run(Sizes(config, cuda)))
+        super().__init__(config, Run(Sizes(config, cuda, threads=1)))
         self.everything = tuple(everything)
         self.matrices = [p for p in everything if p in self.matrices]
         rest = [p for p in everything if p not in self.matrices]
@@ -103,6 +103,17 @@ def _on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every floating parameter in another dtype, shared ones still shared. Module.to cannot swap fake tensors."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+
+
 class _Maker:
     """Turns a model into the programs that inductor would generate for it."""
 
@@ -117,7 +128,8 @@ class _Maker:
     ) -> None:
         self.model, self.inputs, self.half, self.cuda, self.fake_mode = model, batch, half, cuda, fake_mode
         version = tuple(int(part) for part in torch_version.split(".")[:2])
-        self.older = {"optimize_scatter_upon_const_tensor": False} if version < _ONE_HOT_BEFORE else {}
+        self.older = {"optimize_scatter_upon_const_tensor": False} if version < ONE_HOT_BEFORE else {}
+        self.donates = version >= DONATED_FROM
         self.state = [Buffer(name, t.nbytes, Kind.PARAMETERS) for name, t in _state(model).items()]
         self.batch = [Buffer(f"batch.{i}", t.nbytes, Kind.INPUTS) for i, t in enumerate(batch)]
         self.graphs: dict[str, GraphOps] = {}
@@ -149,7 +161,8 @@ class _Maker:
         )
 
     def _capture(self) -> None:
-        with self.fake_mode, inductor_config.patch(self.older):
+        donated = torch._functorch.config.patch(donated_buffer=self.donates)
+        with self.fake_mode, inductor_config.patch(self.older), donated:
             capture(
                 self.model,
                 self.inputs,

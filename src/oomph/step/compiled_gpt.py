@@ -22,7 +22,10 @@ from oomph.step.compiled_reuse import Generated
 from oomph.step.ops import Buffer, Kernel, Kind
 
 READS_BEFORE_WRITING = 4  # torch._inductor.config.realize_reads_threshold
-FEW_SEQUENCES = 2  # up to here the partitioner finds the normalised input cheaper to save than the embeddings
+PADDING_BYTES = 128  # torch._inductor.config.padding_alignment_bytes
+PADDED_FROM_COLUMNS = 1024  # torch._inductor.config.padding_stride_threshold
+FEW_SEQUENCES = 2  # up to here the partitioner finds the normalised input cheaper to save than the embeddings;
+FEW_SEQUENCES_DROPOUT = 3  # with dropout between both, one more
 
 
 class Sizes:
@@ -44,7 +47,21 @@ class Sizes:
         self.autocast = half and config.autocast and cuda  # nanoGPT enters autocast on a GPU only
         self.weight = 2 if half and not config.autocast else 4  # bytes of a parameter, its gradient, the stream
         self.compute = 2 if self.autocast or self.weight == 2 else 4  # bytes of what matrix products read and write
+        self.recomputes = self.weight == 2  # one dtype throughout: norms' inputs are put together again from what is saved
         self.dtype = str(config.dtype) if self.compute == 2 else ("tf32" if cuda and config.allow_tf32 else "float32")
+
+
+    @property
+    def peaks_at_logits(self) -> bool:
+        """Whether an evaluation needs more for a row of logits than inside a block: stream, branches, MLP, qkv."""
+        return self.vocab * self.compute >= self.width * (self.weight + 11 * self.compute)
+
+    def padded(self, columns: int) -> int:
+        """Columns with which inductor lays out a matrix on a card: wide rows start at multiples of 128 bytes."""
+        align = PADDING_BYTES // self.compute
+        if not self.cuda or columns <= PADDED_FROM_COLUMNS or columns % align == 0:
+            return columns
+        return -(-columns // align) * align
 
 
 class SavedNorm(msgspec.Struct, eq=False):
@@ -94,6 +111,11 @@ class Stream:
         """A branch's output is to be added."""
         self.pieces.append(piece)
         self.reads += 2 if masked else 1
+
+    @property
+    def newest(self) -> list[Buffer]:
+        """The branch added last."""
+        return self.pieces[-1:]
 
     def settle(self) -> bool:
         """Before a norm's kernel: whether it has to write the stream. In place, where it was written before."""
@@ -148,7 +170,7 @@ class Forward:
         count = s.rows * s.width
         inputs: tuple[Buffer, ...] = ()
         reads = 3
-        if self.training and s.batch > FEW_SEQUENCES:
+        if self.training and s.batch > (FEW_SEQUENCES_DROPOUT if s.dropout else FEW_SEQUENCES):
             position = p.new("wpe", s.tokens * s.width, s.weight, Kind.ACTIVATIONS)
             p.run("wpe", Kernel.INDEX, 2 * s.tokens * s.width * s.weight)
             token = p.new("wte", count, s.weight, Kind.ACTIVATIONS)
@@ -166,10 +188,15 @@ class Forward:
         """One kernel: the additions that have piled up, the norm, the cast."""
         p, s = self.p, self.s
         count = s.rows * s.width
-        writes = False if last else stream.settle()
+        kept = self.training and s.recomputes
+        writes = False if last or kept else stream.settle()
         taken = last and stream.written is not None and self.training
         deviation: tuple[Buffer, ...] = ()
-        if self.training:
+        if self.training and s.recomputes:
+            inputs = (*inputs, *stream.newest)
+            if name != "h.0.ln_1":
+                inputs = (*inputs, p.new(f"{name}.mean", s.rows, 4, Kind.ACTIVATIONS))
+        elif self.training:
             if taken and stream.written is not None:
                 inputs = (stream.written,)  # nothing reads the stream after the last norm: written in place
             elif not inputs:
@@ -182,7 +209,7 @@ class Forward:
         p.run(name, Kernel.REDUCTION, moved)
         if writes:
             stream.settled()
-        if last:
+        if last and not kept:
             stream.close()
             if stream.written is not None and not taken:
                 p.drop(s.weight, stream.written)
@@ -212,7 +239,7 @@ class Forward:
         norm_2 = self.norm(f"{name}.ln_2", stream)
         fc = self.linear(f"{name}.mlp.c_fc", norm_2.output, width, 4 * width, half)
         if self.training:
-            gelu = p.new(f"{name}.mlp.gelu", rows * 4 * width, s.compute, Kind.ACTIVATIONS)
+            gelu = p.new(f"{name}.mlp.gelu", rows * s.padded(4 * width), s.compute, Kind.ACTIVATIONS)
         else:
             gelu = fc  # overwritten in place: nothing keeps its input
         p.run(f"{name}.mlp.gelu", Kernel.POINTWISE, 8 * rows * width * s.compute)
@@ -228,7 +255,8 @@ class Forward:
     ) -> Saved:
         """The head and the loss: of the logits' softmax only two numbers a row are written."""
         p, s = self.p, self.s
-        logits = p.new("logits", s.rows * s.vocab, s.compute, Kind.LOGITS)
+        columns = s.vocab if self.returns_logits else s.padded(s.vocab)  # a caller gets them without gaps
+        logits = p.new("logits", s.rows * columns, s.compute, Kind.LOGITS)
         p.product("lm_head", s.rows, s.vocab, s.width, s.compute)
         if not self.training:
             p.drop(s.compute, norm.output, *head)
@@ -260,7 +288,7 @@ class Forward:
         if s.bias and s.autocast:
             bias = p.new(f"{name}.bias.half", width_out, 2, Kind.HALF_WEIGHTS)
             p.run(f"{name}.bias.half", Kernel.POINTWISE, 6 * width_out)
-        output = p.new(name, s.rows * width_out, s.compute, Kind.ACTIVATIONS)
+        output = p.new(name, s.rows * s.padded(width_out), s.compute, Kind.ACTIVATIONS)
         p.product(name, s.rows, width_out, width_in, s.compute)
         if bias is not None:
             p.drop(2, bias)

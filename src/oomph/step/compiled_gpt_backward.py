@@ -12,6 +12,8 @@ from oomph.step.compiled_reuse import Generated
 from oomph.step.gpt_eager_kernels import efficient_backward_bytes, flash_backward_bytes
 from oomph.step.ops import Buffer, Kernel, Kind
 
+ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: before, the targets are written out as a float32 matrix for the loss's backward
+DONATED_FROM = (2, 6)  # pytorch#139669: since then what forward saved may be overwritten in place
 SPLIT_ROWS = 16  # rows that one part of a split reduction sums up (inductor's mix-order reduction)
 SPLIT_FROM_ROWS = 4096  # fewer rows are not split that way
 SPLIT_FROM_COUNT = 5 * 2**20  # nor fewer elements
@@ -24,48 +26,61 @@ class Backward:
         self.p, self.s, self.saved, self.batch = program, sizes, saved, batch
         self.grads: dict[str, Buffer] = {}
         self.split = sizes.rows >= SPLIT_FROM_ROWS and sizes.rows * sizes.width >= SPLIT_FROM_COUNT
+        self.added = sizes.tied and sizes.compute == sizes.weight
+        self.head_grad: Buffer
+        self.logits_grad: Buffer
         self.separate = self.split and sizes.autocast  # a split reduction's kernel does not write the half gradient
 
-    def write(self, zeros: tuple[Buffer, ...], one_hot: bool) -> dict[str, Buffer]:
-        """The whole program. `zeros` is the gradient of returned logits; without it they are overwritten.
-
-        Returns the gradients by parameter name.
-        """
+    def write(self, zeros: tuple[Buffer, ...], version: tuple[int, ...]) -> dict[str, Buffer]:
+        """The whole program. `zeros` is the gradient of returned logits. Returns the gradients by parameter name."""
         p, s = self.p, self.s
-        head_grad, flow = self.head(zeros, one_hot)
+        flow = self.head(zeros, version)
         stream = p.new("ln_f.dx", s.rows * s.width, s.weight, Kind.TEMPORARY)
         flow = self.norm("transformer.ln_f", self.saved.norm_f, flow, stream, self.mask_of(s.layers - 1, 1))
         for index in reversed(range(s.layers)):
             p.block = index
             flow = self.block(index, self.saved.blocks[index], flow, stream)
         p.block = None
-        self.embeddings(stream, head_grad)
+        self.embeddings(stream)
         return self.grads
 
-    def head(self, zeros: tuple[Buffer, ...], one_hot: bool) -> tuple[Buffer | None, Buffer]:
-        """The logits' gradient, then the head's and the hidden state's."""
+    def head(self, zeros: tuple[Buffer, ...], version: tuple[int, ...]) -> Buffer:
+        """The logits' gradient, then the head's and the hidden state's.
+
+        A tied head's gradient waits for the embedding's. In one dtype the sum of both is a single matrix product
+        (addmm) at the end, for which the logits' gradient and the hidden state are kept.
+        """
         p, s, saved = self.p, self.s, self.saved
         count = s.rows * s.vocab
+        in_place = not zeros and version >= DONATED_FROM and s.padded(s.vocab) == s.vocab
         wide: list[Buffer] = []
-        if one_hot:  # before torch 2.5 the targets are spread out as a float32 matrix first
+        one_hot = version < ONE_HOT_BEFORE
+        if one_hot:
             wide = [p.new("loss.one_hot", count, 4, Kind.LOGITS)]
             p.run("loss.one_hot", Kernel.POINTWISE, 4 * count)
-        gradient = p.new("logits.grad", count, s.compute, Kind.LOGITS) if zeros else saved.logits
+        gradient = saved.logits
+        if not in_place:
+            gradient = p.new("logits.grad", s.rows * s.padded(s.vocab), s.compute, Kind.LOGITS)
         moved = count * (s.compute * (3 if zeros else 2) + (4 if one_hot else 0))
         p.run("loss", Kernel.REDUCTION, moved)
         p.drop(4, *wide)
+        if not in_place and not zeros:
+            p.release(saved.logits)
         p.release(*zeros, *saved.statistics, *saved.small[:1], *self.batch[1:])
-        table = p.new("lm_head.weight.dx", s.vocab * s.width, s.compute, Kind.TEMPORARY)
-        p.product("lm_head.weight", s.vocab, s.width, s.rows, s.compute)
-        p.release(saved.norm_f.output)
+        if not self.added:
+            self.head_grad = p.new("lm_head.weight.dx", s.vocab * s.width, s.compute, Kind.TEMPORARY)
+            p.product("lm_head.weight", s.vocab, s.width, s.rows, s.compute)
+            p.release(saved.norm_f.output)
         flow = p.new("lm_head.dx", s.rows * s.width, s.compute, Kind.TEMPORARY)
         p.product("lm_head", s.rows, s.width, s.vocab, s.compute)
-        p.drop(s.compute, gradient)
+        if self.added:
+            self.logits_grad = gradient
+        else:
+            p.drop(s.compute, gradient)
         p.release(*saved.head)
-        if s.tied:
-            return table, flow
-        self.weight_grad("lm_head.weight", table, s.vocab * s.width)
-        return None, flow
+        if not s.tied:
+            self.weight_grad("lm_head.weight", self.head_grad, s.vocab * s.width)
+        return flow
 
     def norm(
         self, name: str, saved: SavedNorm, flow: Buffer, stream: Buffer, masks: tuple[Buffer, ...], last: bool = False
@@ -108,7 +123,7 @@ class Backward:
         owned = flow is not stream
         # the MLP
         self.weight(f"{name}.mlp.c_proj", flow, width, 4 * width, saved.gelu)
-        hidden = p.new(f"{name}.mlp.c_proj.dx", rows * 4 * width, s.compute, Kind.TEMPORARY)
+        hidden = p.new(f"{name}.mlp.c_proj.dx", rows * s.padded(4 * width), s.compute, Kind.TEMPORARY)
         p.product(f"{short}.mlp.c_proj", rows, 4 * width, width, s.compute)
         self.used(saved, f"{short}.mlp.c_proj")
         if owned:
@@ -153,7 +168,7 @@ class Backward:
         p.run(f"{name}.sdpa.backward", Kernel.ATTENTION, 8 * count * s.compute, flops, shape, temporaries)
         p.drop(s.compute, gradient)
         p.release(*saved.attention, saved.qkv)
-        packed = p.new(f"{name}.sdpa.dqkv", 3 * count, s.compute, Kind.TEMPORARY)
+        packed = p.new(f"{name}.sdpa.dqkv", s.rows * s.padded(3 * s.width), s.compute, Kind.TEMPORARY)
         p.run(f"{name}.sdpa.dqkv", Kernel.POINTWISE, 6 * count * s.compute)
         p.drop(s.compute, *parts)
         return packed
@@ -185,8 +200,8 @@ class Backward:
         if name in saved.half:
             self.p.release(saved.half[name])
 
-    def embeddings(self, stream: Buffer, head_grad: Buffer | None) -> None:
-        """Both tables' gradients; a tied head's half gradient, kept since the loss, joins the tokens'."""
+    def embeddings(self, stream: Buffer) -> None:
+        """Both tables' gradients; a tied head's joins the tokens'."""
         p, s, saved = self.p, self.s, self.saved
         count = s.vocab * s.width
         inputs = saved.blocks[0].norm_1.inputs
@@ -199,15 +214,15 @@ class Backward:
         p.drop(s.weight, stream)
         p.release(*saved.small[1:])
         self.grads["transformer.wpe.weight"] = positions
-        if head_grad is None:
+        if not s.tied:
             self.grads["transformer.wte.weight"] = table
             return
-        if s.compute == s.weight:  # summed in place
-            self.grads["transformer.wte.weight"] = head_grad
-            p.run("wte.tied", Kernel.POINTWISE, 3 * count * s.weight)
-            p.drop(s.weight, table)
-            return
         self.grads["transformer.wte.weight"] = p.new("transformer.wte.weight.grad", count, s.weight, Kind.GRADIENTS)
-        p.run("wte.tied", Kernel.POINTWISE, count * (2 * s.weight + s.compute))
-        p.drop(s.compute, head_grad)
+        if self.added:
+            p.product("lm_head.weight", s.vocab, s.width, s.rows, s.compute)
+            p.drop(s.compute, self.logits_grad)
+            p.release(saved.norm_f.output)
+        else:
+            p.run("wte.tied", Kernel.POINTWISE, count * (2 * s.weight + s.compute))
+            p.drop(s.compute, self.head_grad)
         p.drop(s.weight, table)

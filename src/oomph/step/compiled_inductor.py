@@ -77,7 +77,7 @@ def plan(
         stack.enter_context(_reading_lines(found))
         stack.enter_context(torch.no_grad())
         stack.enter_context(V.set_fake_mode(fake_mode))
-        stack.enter_context(inductor_config.patch(graph_partition=False, cpp_wrapper=False, fx_wrapper=False))
+        stack.enter_context(inductor_config.patch(graph_partition=False, cpp_wrapper=False, comprehensive_padding=cuda))
         if cuda:
             stack.enter_context(_pretending_a_card())
         view_to_reshape(graph)

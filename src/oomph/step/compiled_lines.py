@@ -11,9 +11,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
+import torch
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper as lines
 
+from oomph.step import gpt_eager_kernels as kernels
 from oomph.step.compiled_inductor import Planned, storage_bytes, view_numel
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 
@@ -179,17 +181,11 @@ class Reader:
     def _attention(self, node: Any, name: str, label: str, sizes: list[tuple[int, ...]], moved: int) -> None:
         backward = "backward" in label
         batch, heads, tokens, size = sizes[1]
-        temporaries: tuple[Buffer, ...] = ()
-        if backward and "flash_attention_for_cpu" not in label:
-            rows = -(-tokens // 128) * 128  # the kernel works on rows of 128 and columns of 32
-            columns = -(-size // 32) * 32
-            block = self._block(node)
-            temporaries = (
-                Buffer(f"{name}.softmax_d", 4 * batch * heads * rows, Kind.ATTENTION, block),
-                Buffer(f"{name}.dq_accum", 4 * batch * heads * rows * columns, Kind.ATTENTION, block),
-            )
-        flops = (5 if backward else 2) * batch * heads * tokens * tokens * size  # causal: half of 2·T·T·size a product
         shape = (batch, heads, tokens, size)
+        block = self._block(node)
+        needed = _attention_bytes(label, backward, shape)
+        temporaries = tuple(Buffer(f"{name}.temporary", each, Kind.ATTENTION, block) for each in needed)
+        flops = (5 if backward else 2) * batch * heads * tokens * tokens * size  # causal: half of 2·T·T·size a product
         dtype = str(node.inputs[0].get_dtype()).removeprefix("torch.")
         self._add(name, Kernel.ATTENTION, temporaries, shape=shape, flops=flops, bytes_moved=2 * moved, dtype=dtype)
 
@@ -250,6 +246,21 @@ class Reader:
         if "attention" in targets:
             return Kind.ATTENTION
         return Kind.ACTIVATIONS if self.phase is not Phase.BACKWARD else Kind.TEMPORARY
+
+
+def _attention_bytes(label: str, backward: bool, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """What an attention kernel allocates for itself."""
+    _, _, tokens, size = shape
+    if "for_cpu" in label:
+        threads = torch.get_num_threads()
+        if backward:
+            return kernels.cpu_flash_backward_bytes(threads, tokens)
+        return (kernels.cpu_flash_bytes(threads, tokens, size),)
+    if not backward:
+        return ()
+    if "efficient" in label:
+        return kernels.efficient_backward_bytes(*shape, False)
+    return kernels.flash_backward_bytes(*shape)
 
 
 def _only_casts(origins: Sequence[Any]) -> bool:

@@ -1,7 +1,8 @@
 """Buffers as inductor's generated program handles them: a dead buffer's memory serves the next one of its size.
 
 Inductor frees a buffer after its last use, unless a later buffer of the same type and size will take it over; then
-it is not freed in between. So which frees happen is known only at the end.
+it is not freed in between. So which frees happen is known only at the end. It does not let a dead buffer wait for the
+next where that would raise the program's peak.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ Record = tuple[str, tuple[Buffer, ...], list[Buffer], Kernel, tuple[int, ...], s
 class Generated:
     """A generated program while it is written: operations in order, and dead buffers that may serve again."""
 
-    __slots__ = ("block", "dead", "dtype", "frees", "fresh", "phase", "records")
+    __slots__ = ("block", "dead", "dtype", "frees", "fresh", "phase", "records", "roomy")
 
-    def __init__(self, phase: Phase, dtype: str) -> None:
+    def __init__(self, phase: Phase, dtype: str, roomy: bool = True) -> None:
         self.phase = phase
+        self.roomy = roomy  # the peak is elsewhere: a dead buffer may wait without raising it
         self.dtype = dtype  # of the matrix products
         self.block: int | None = None
         self.records: list[Record] = []
@@ -28,7 +30,7 @@ class Generated:
     def new(self, name: str, count: int, item_bytes: int, kind: Kind) -> Buffer:
         """A buffer that the next operation writes: a dead one of its type and size, or a fresh one."""
         waiting = self.dead.get((item_bytes, count))
-        if waiting:
+        if waiting and (self.roomy or waiting[-1][0] is self.frees):
             frees, buffer = waiting.pop()
             frees.remove(buffer)
             return buffer

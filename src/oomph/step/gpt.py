@@ -29,7 +29,7 @@ def build(
     if config.compile:
         from oomph.step import gpt_compiled
 
-        return gpt_compiled.build(config, cuda=cuda, first=first)
+        return gpt_compiled.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)
     from oomph.step import gpt_eager
 
     return gpt_eager.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)

@@ -12,8 +12,6 @@ from oomph.step.gpt_eager_run import Run
 from oomph.step.gpt_eager_run import Sizes as EagerSizes
 from oomph.step.ops import Buffer, Kind, Phase, Step
 
-_ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: the loss's backward no longer writes the targets out as a matrix
-
 
 def build(config: TrainConfig, cuda: bool = True, first: bool = False, workspace_bytes: tuple[int, ...] = ()) -> Step:
     """One optimizer step of a settled config under torch.compile, and one evaluation.
@@ -21,7 +19,7 @@ def build(config: TrainConfig, cuda: bool = True, first: bool = False, workspace
     `first` is the run's first step: evaluation comes before it, and the optimizer's state is made in it.
     `workspace_bytes` are what the matrix library holds from its first call on.
     """
-    optimizer = Optimizer(config, Run(EagerSizes(config, cuda)))
+    optimizer = Optimizer(config, Run(EagerSizes(config, cuda, threads=1)))  # no optimizer's memory depends on threads
     sizes = Sizes(config, cuda)
     parameters = [Buffer(p.name, p.numel * sizes.weight, Kind.PARAMETERS, p.block) for p in optimizer.everything]
     micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
@@ -33,15 +31,16 @@ def programs(config: TrainConfig, sizes: Sizes) -> Programs:
     """What inductor generates for the model."""
     batch = tuple([Buffer(f"batch.{part}", 8 * sizes.rows, Kind.INPUTS) for part in "xy"])
     forward = Generated(Phase.FORWARD, sizes.dtype)
-    saved = Forward(forward, sizes, training=True).write()
+    returns_logits = bool(config.return_logits)
+    saved = Forward(forward, sizes, training=True, returns_logits=returns_logits).write()
     zeros: tuple[Buffer, ...] = ()
     if config.return_logits:
         zeros = (Buffer("logits.zeros", saved.logits.bytes, Kind.LOGITS),)
     backward = Generated(Phase.BACKWARD, sizes.dtype)
     version = tuple([int(part) for part in config.torch_version.split(".")[:2]])
-    grads = Backward(backward, sizes, saved, batch).write(zeros, version < _ONE_HOT_BEFORE)
-    evaluation = Generated(Phase.EVAL, sizes.dtype)
-    evaluated = Forward(evaluation, sizes, training=False, returns_logits=bool(config.return_logits)).write()
+    grads = Backward(backward, sizes, saved, batch).write(zeros, version)
+    evaluation = Generated(Phase.EVAL, sizes.dtype, roomy=sizes.peaks_at_logits)
+    evaluated = Forward(evaluation, sizes, training=False, returns_logits=returns_logits).write()
     return Programs(
         batch=batch,
         forward=forward.ops(),

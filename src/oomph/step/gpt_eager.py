@@ -8,6 +8,8 @@ its own, fetches the next batch before backward, and lets gradients go after the
 
 from __future__ import annotations
 
+import os
+
 from oomph.config.schema import TrainConfig
 from oomph.step.gpt_eager_attention import attend
 from oomph.step.gpt_eager_layers import Extra, add, add_backward, dropout, gelu, layer_norm, linear
@@ -23,9 +25,9 @@ _SCALER = ("scaler.scale", "scaler.growth_tracker")
 class Program:
     """nanoGPT's training script with what its variables hold: the batch, the logits, the loss."""
 
-    def __init__(self, config: TrainConfig, cuda: bool) -> None:
+    def __init__(self, config: TrainConfig, cuda: bool, threads: int) -> None:
         self.config = config
-        self.run = Run(Sizes(config, cuda))
+        self.run = Run(Sizes(config, cuda, threads))
         self.micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
         self.batch: tuple[Held, Held] | None = None
         self.logits: Held | None = None
@@ -178,9 +180,9 @@ def _checkpointed_backward(run: Run, name: str, saved: list[Held], extra: Extra)
 
 
 def _recompute(run: Run, name: str, x: Held) -> None:
-    """Block.forward until nothing more is to be saved: the last product runs only if a dropout follows it."""
+    """Block.forward until nothing more is to be saved."""
     middle = add(run, f"{name}.attn.add", x, _attention(run, f"{name}.attn", layer_norm(run, f"{name}.ln_1", x)))
-    _mlp(run, f"{name}.mlp", layer_norm(run, f"{name}.ln_2", middle), stop=run.sizes.dropout == 0)
+    _mlp(run, f"{name}.mlp", layer_norm(run, f"{name}.ln_2", middle), stop=True)
 
 
 def _attention(run: Run, name: str, x: Held) -> Held:
@@ -191,12 +193,12 @@ def _attention(run: Run, name: str, x: Held) -> Held:
 
 
 def _mlp(run: Run, name: str, x: Held, stop: bool = False) -> Held:
-    """MLP.forward; `stop` leaves before the last product, once its inputs are saved."""
+    """MLP.forward; `stop` leaves it as soon as nothing more is to be saved for backward."""
     width, bias = run.sizes.width, run.sizes.bias
     y = linear(run, f"{name}.c_fc", x, (width, 4 * width), bias)
     y = gelu(run, f"{name}.gelu", y)
-    y = linear(run, f"{name}.c_proj", y, (4 * width, width), bias, stop=stop)
-    return dropout(run, f"{name}.dropout", y)
+    y = linear(run, f"{name}.c_proj", y, (4 * width, width), bias, stop=stop and not run.sizes.dropout)
+    return dropout(run, f"{name}.dropout", y, stop)
 
 
 def _embedding_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
@@ -227,13 +229,20 @@ def _embedding_backward(run: Run, name: str, saved: list[Held], extra: Extra) ->
     run.accumulate("wte.weight", grads)
 
 
-def build(config: TrainConfig, cuda: bool = True, first: bool = False, workspace_bytes: tuple[int, ...] = ()) -> Step:
+def build(
+    config: TrainConfig,
+    cuda: bool = True,
+    first: bool = False,
+    workspace_bytes: tuple[int, ...] = (),
+    threads: int | None = None,
+) -> Step:
     """One optimizer step of a settled config, run eagerly, and one evaluation.
 
     `first` is the run's first step: evaluation comes before it, and the optimizer's state is made in it.
-    `workspace_bytes` are what the matrix library holds from its first call on.
+    `workspace_bytes` are what the matrix library holds from its first call on; `threads` the CPU's, by default one a
+    core, as PyTorch has it.
     """
-    program = Program(config, cuda)
+    program = Program(config, cuda, threads or os.cpu_count() or 1)
     run = program.run
     optimizer = Optimizer(config, run)
     weight_bytes = run.sizes.weight_bytes

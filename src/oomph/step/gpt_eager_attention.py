@@ -33,18 +33,21 @@ def _fused(run: Run, name: str, qkv: Held) -> Held:
     out = ledger.hold(f"{name}.out", sizes.rows * sizes.width * sizes.compute_bytes, Kind.ATTENTION)
     made = [out]
     spent: Held | None = None
-    if sizes.attention == "efficient":
+    if not sizes.cuda:
+        made.append(_lse(run, name))
+        size = kernels.cpu_flash_bytes(sizes.threads, sizes.tokens, sizes.head_size)
+        spent = ledger.hold(f"{name}.temporary", size, Kind.ATTENTION)
+        made.append(spent)
+    elif sizes.attention == "efficient":
         if run.training:
             lse_bytes = kernels.efficient_lse_bytes(sizes.batch, sizes.heads, sizes.tokens)
             made.append(ledger.hold(f"{name}.logsumexp", lse_bytes, Kind.ATTENTION))
     else:
-        lse_bytes = kernels.flash_lse_bytes(sizes.batch, sizes.heads, sizes.tokens)
-        made.append(ledger.hold(f"{name}.logsumexp", lse_bytes, Kind.ATTENTION))
-        if sizes.cuda:
-            made += [ledger.hold(f"{name}.random", size, Kind.ATTENTION) for size in kernels.FLASH_STATE_BYTES]
-            if sizes.dropout and run.training:  # the random state is allocated anew for it
-                spent = made[2]
-                made.append(ledger.hold(f"{name}.random", kernels.FLASH_STATE_BYTES[0], Kind.ATTENTION))
+        made.append(_lse(run, name))
+        made += [ledger.hold(f"{name}.random", size, Kind.ATTENTION) for size in kernels.FLASH_STATE_BYTES]
+        if sizes.dropout and run.training:  # the random state is allocated anew for it
+            spent = made[2]
+            made.append(ledger.hold(f"{name}.random", kernels.FLASH_STATE_BYTES[0], Kind.ATTENTION))
     moved = qkv.bytes + out.bytes
     ledger.note(name, tuple(made), Kernel.ATTENTION, moved, _flops(run), _shape(run), sizes.dtype)
     if spent is not None:
@@ -54,16 +57,23 @@ def _fused(run: Run, name: str, qkv: Held) -> Held:
     return out
 
 
+def _lse(run: Run, name: str) -> Held:
+    lse_bytes = kernels.flash_lse_bytes(run.sizes.batch, run.sizes.heads, run.sizes.tokens)
+    return run.ledger.hold(f"{name}.logsumexp", lse_bytes, Kind.ATTENTION)
+
+
 def _fused_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
     """Gradients of queries, keys and values apart, then side by side as the projection wants them."""
     sizes, ledger = run.sizes, run.ledger
     grad = run.take_grad()
     size = sizes.rows * sizes.width * sizes.compute_bytes
     made = [ledger.hold(f"{name}.{part}", size, Kind.ATTENTION) for part in ("dq", "dk", "dv")]
-    temporary: tuple[int, ...] = ()
-    if sizes.cuda and sizes.attention == "flash":
+    temporary: tuple[int, ...]
+    if not sizes.cuda:
+        temporary = kernels.cpu_flash_backward_bytes(sizes.threads, sizes.tokens)
+    elif sizes.attention == "flash":
         temporary = kernels.flash_backward_bytes(*_shape(run))
-    elif sizes.cuda:
+    else:
         temporary = kernels.efficient_backward_bytes(*_shape(run), sizes.compute_bytes == 2)
     spent = [ledger.hold(f"{name}.temporary", each, Kind.ATTENTION) for each in temporary]
     moved = 8 * size + 2 * sum(temporary)
@@ -101,15 +111,15 @@ def _math(run: Run, name: str, qkv: Held) -> Held:
     learns = run.nodes is not None
     saved = [q, k] if learns else []
     del scaled_k, q, k
-    biased = ledger.make(f"{name}.scores", scores_bytes, Kind.ATTENTION, moved=2 * scores_bytes)
+    ledger.note(f"{name}.masked", (), Kernel.POINTWISE, 2 * scores_bytes)
+    weights = _softmax(run, name)
     del products
-    weights = ledger.make(f"{name}.softmax", scores_bytes, Kind.ATTENTION, Kernel.REDUCTION, 2 * scores_bytes)
-    del biased
     if learns:
         saved.append(weights)
     if run.training and sizes.dropout:
         weights, mask = _drop(run, name, weights, scores_bytes)
-        saved += [mask, weights]
+        if learns:
+            saved += [mask, weights]
         del mask
     if half:
         floats.append(
@@ -131,6 +141,17 @@ def _math(run: Run, name: str, qkv: Held) -> Held:
     if not _strided(run) and sizes.heads == 1:
         return out
     return ledger.make(f"{name}.contiguous", out.bytes, Kind.ATTENTION, moved=2 * out.bytes)
+
+
+def _softmax(run: Run, name: str) -> Held:
+    """_safe_softmax, which looks for rows without any score."""
+    sizes, ledger = run.sizes, run.ledger
+    rows = sizes.rows * sizes.heads
+    weights = ledger.hold(f"{name}.softmax", 4 * rows * sizes.tokens, Kind.ATTENTION)
+    temporary = kernels.safe_softmax_bytes(rows, sizes.tokens, 4)
+    spent = [ledger.hold(f"{name}.temporary", size, Kind.ATTENTION) for size in temporary]
+    ledger.note(f"{name}.softmax", (weights, *spent), Kernel.REDUCTION, 5 * weights.bytes)
+    return weights
 
 
 def _strided(run: Run) -> bool:

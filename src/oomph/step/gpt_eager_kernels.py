@@ -1,7 +1,7 @@
-"""What PyTorch's CUDA attention kernels allocate beside their results. Shared by the arithmetic and the trace.
+"""What PyTorch's kernels allocate beside their results. Shared by the arithmetic and the trace.
 
-Read from PyTorch 2.13's sources: `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp` (mha_fwd, mha_bwd)
-and `.../cuda/attention_backward.cu` (_efficient_attention_backward).
+CUDA's are read from PyTorch's sources: `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp` (mha_fwd,
+mha_bwd) and `.../cuda/attention_backward.cu` (_efficient_attention_backward). The CPU's are seen by PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -44,3 +44,31 @@ def efficient_backward_bytes(batch: int, heads: int, tokens: int, head_size: int
         return 4 * batch * heads * tokens * head_size, sums, sums
     tiles = -(-tokens // _EFFICIENT_TILE) * -(-head_size // _EFFICIENT_TILE)
     return sums, batch * heads * tiles * (4 * _EFFICIENT_TILE * _EFFICIENT_TILE + 16)
+
+
+def _cpu_tile(tokens: int) -> tuple[int, int]:
+    """Rows of queries and of keys that the CPU's flash kernel takes at once."""
+    queries = 256 if tokens >= 768 else 64 if tokens >= 192 else 32
+    return min(queries, tokens), min(512, tokens)
+
+
+def cpu_flash_bytes(threads: int, tokens: int, head_size: int) -> int:
+    """A thread's scores, its rows' maxima and sums, and its output."""
+    queries, keys = _cpu_tile(tokens)
+    return 4 * threads * (queries * keys + 2 * queries + queries * head_size)
+
+
+def cpu_flash_backward_bytes(threads: int, tokens: int) -> tuple[int, int]:
+    """Each thread's scores and their gradient, and one tile's dot products."""
+    queries, keys = _cpu_tile(tokens)
+    return 4 * threads * 2 * queries * keys, 4 * queries
+
+
+def cpu_layer_norm_backward_bytes(threads: int, width: int) -> int:
+    """Each thread's share of the weight's and the bias's gradient."""
+    return 4 * threads * 2 * width
+
+
+def safe_softmax_bytes(rows: int, columns: int, float_bytes: int) -> tuple[int, int, int]:
+    """Which scores are minus infinity, which rows hold nothing else, and the zero these are filled with."""
+    return rows * columns, rows, float_bytes

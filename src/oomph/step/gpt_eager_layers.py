@@ -7,6 +7,7 @@ input in `run.grad`.
 
 from __future__ import annotations
 
+from oomph.step.gpt_eager_kernels import cpu_layer_norm_backward_bytes
 from oomph.step.gpt_eager_ledger import Held
 from oomph.step.gpt_eager_run import Run
 from oomph.step.ops import Kernel, Kind
@@ -35,8 +36,12 @@ def layer_norm_backward(run: Run, name: str, saved: list[Held], extra: Extra) ->
     weights = [ledger.hold(f"{name}.weight.grad", weight_bytes, Kind.GRADIENTS)]
     if sizes.bias:
         weights.insert(0, ledger.hold(f"{name}.bias.grad", weight_bytes, Kind.GRADIENTS))
-    ledger.note(name, (dx, *weights), Kernel.REDUCTION, 3 * grad_bytes)
-    del grad
+    made = (dx, *weights)
+    if not sizes.cuda:
+        size = cpu_layer_norm_backward_bytes(sizes.threads, sizes.width)
+        made = (*made, ledger.hold(f"{name}.temporary", size, Kind.TEMPORARY))
+    ledger.note(name, made, Kernel.REDUCTION, 3 * grad_bytes)
+    del grad, made
     saved.clear()
     if run.residual:
         total = run.residual.pop()
@@ -138,8 +143,11 @@ def pointwise_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> 
     saved.clear()
 
 
-def dropout(run: Run, name: str, x: Held) -> Held:
-    """F.dropout: a GPU keeps a mask of a byte per number, the CPU noise of the input's own type."""
+def dropout(run: Run, name: str, x: Held, stop: bool = False) -> Held:
+    """F.dropout: a GPU keeps a mask of a byte per number, the CPU noise of the input's own type.
+
+    With `stop` the last step after saving is not run: the GPU's kernel makes the mask itself, so it has none.
+    """
     sizes, ledger = run.sizes, run.ledger
     if not run.training or sizes.dropout == 0:
         return x
@@ -150,7 +158,7 @@ def dropout(run: Run, name: str, x: Held) -> Held:
         ledger.note(name, (out, mask), Kernel.POINTWISE, 2 * x.bytes + count)
     else:
         mask = ledger.make(f"{name}.noise", x.bytes, Kind.ACTIVATIONS, moved=3 * x.bytes)
-        out = ledger.make(f"{name}.out", x.bytes, Kind.ACTIVATIONS, moved=3 * x.bytes)
+        out = x if stop else ledger.make(f"{name}.out", x.bytes, Kind.ACTIVATIONS, moved=3 * x.bytes)
     run.save(pointwise_backward, name, [mask])
     return out
 

@@ -1,23 +1,22 @@
 """The head and the loss of an eager step: all logits at once as nanoGPT has them, or a chunk of rows at a time.
 
 The chunked loss is one autograd function that computes the loss and its gradients in the forward, so that no more
-than a chunk's logits ever exist. For `hidden` (rows, width) and the head's `weight` (vocabulary, width):
+than a chunk's logits ever exist. For `hidden` (rows, width), the head's `weight` (vocabulary, width) and `targets`:
 
-1. Under autocast `weight` and `hidden` are cast to half. Without gradients only the running loss is kept, and steps 4
-   to 6 fall away.
-2. Buffers are made: the loss (float32, zero), `grad_hidden` (rows, width) in the products' precision, and
-   `grad_weight` (vocabulary, width), zero, in the parameters' precision.
-3. For each chunk of `loss_chunk` rows, the last one shorter: its logits; of half logits a float32 copy, after which
-   the half ones are let go; the logarithm of the softmax in their place; the loss of the chunk, gathered and summed
-   into the running loss.
-4. The gradient of the logits in their place (softmax less one at the target, over the number of rows), then cast to
-   half, after which the float32 ones are let go.
-5. The chunk's rows of `grad_hidden` are written in place by a product with `weight`.
-6. A product with the chunk's `hidden` makes a gradient of the weight in the products' precision, which is added into
-   `grad_weight` and let go.
+1. Under autocast `weight`, then `hidden`, are cast to half; the copies live until the forward returns.
+2. The running loss is made (float32, zero); with gradients also `grad_hidden`, empty and like the cast `hidden`, and
+   `grad_weight`, zeros like `weight`.
+3. For each chunk of `loss_chunk` rows, the last one shorter: its logits; half ones are cast to float32 and let go; the
+   logarithms of their softmax, after which the logits are let go; those of the targets gathered, summed, and
+   subtracted from the running loss. Without gradients the chunk ends here.
+4. The logarithms become the gradient of the logits in place: exponentials, minus one at the target (scattered from a
+   column of minus ones), divided by the number of rows. In half precision they are cast and the float32 ones let go.
+5. A product with `weight` writes the chunk's rows of `grad_hidden`. A product with the chunk's `hidden` makes a
+   gradient of the weight, which is added into `grad_weight` and let go.
+6. After the last chunk the loss is divided by the number of rows, in place.
 
-The backward multiplies both gradients by the incoming one in place, casts `grad_hidden` to the stream's precision if
-autocast had cast it, and hands them on.
+The backward multiplies both gradients by the incoming one in place and hands them on; autograd itself casts
+`grad_hidden` to the precision that `hidden` had.
 """
 
 from __future__ import annotations
@@ -73,22 +72,21 @@ def chunked_loss(run: Run, hidden: Held, targets: Held, chunk: int) -> Held:
     """The loss by chunks of rows, as the module's docstring has it."""
     sizes, ledger = run.sizes, run.ledger
     learns = run.nodes is not None
-    compute = sizes.compute_bytes
-    cast = False
-    if sizes.autocast:
-        run.cast_weight(f"{HEAD}.weight", sizes.vocab * sizes.width)
-        half_bytes = 2 * sizes.rows * sizes.width
-        cast = hidden.bytes != half_bytes
-        if cast:
-            hidden = ledger.make(f"{HEAD}.input", half_bytes, Kind.ACTIVATIONS, moved=3 * half_bytes)
+    count, hidden_bytes = sizes.vocab * sizes.width, sizes.rows * sizes.width * sizes.compute_bytes
     if run.training:
         ledger.phase = Phase.LOSS
+    copies: list[Held] = []
+    cast = hidden.bytes != hidden_bytes
+    if sizes.autocast:
+        copies.append(ledger.make(f"{HEAD}.weight.half", 2 * count, Kind.HALF_WEIGHTS, moved=6 * count))
+        if cast:
+            copies.append(ledger.make(f"{HEAD}.input", hidden_bytes, Kind.ACTIVATIONS, moved=3 * hidden_bytes))
     loss = ledger.make("loss", 4, Kind.LOGITS)
     saved: list[Held] = []
     if learns:
-        dh_bytes, dw_bytes = sizes.rows * sizes.width * compute, sizes.vocab * sizes.width * sizes.weight_bytes
-        saved.append(ledger.make("loss.grad_hidden", dh_bytes, Kind.LOGITS))
-        saved.append(ledger.make(f"{HEAD}.weight.grad", dw_bytes, Kind.GRADIENTS, moved=dw_bytes))
+        weight_bytes = count * sizes.weight_bytes
+        saved.append(ledger.make("loss.grad_hidden", hidden_bytes, Kind.LOGITS, Kernel.NONE))
+        saved.append(ledger.make(f"{HEAD}.weight.grad", weight_bytes, Kind.GRADIENTS, moved=weight_bytes))
     for first in range(0, sizes.rows, chunk):
         _chunk(run, min(chunk, sizes.rows - first), learns)
     run.save(_chunked_loss_backward, "loss", saved, cast)
@@ -103,13 +101,16 @@ def _chunk(run: Run, rows: int, learns: bool) -> None:
     note_product(run, "loss.chunk_logits", (logits,), 1, rows, sizes.vocab, sizes.width)
     if compute == 2:
         logits = ledger.make("loss.chunk_logits_float", 4 * count, Kind.LOGITS, moved=6 * count)
-    ledger.note("loss.chunk_log_softmax", (), Kernel.REDUCTION, 8 * count)
+    logits = ledger.make("loss.chunk_log_softmax", 4 * count, Kind.LOGITS, Kernel.REDUCTION, 8 * count)
     picked = ledger.make("loss.chunk_picked", 4 * rows, Kind.LOGITS, Kernel.INDEX, 8 * rows)
     summed = ledger.make("loss.chunk_loss", 4, Kind.LOGITS, Kernel.REDUCTION, 4 * rows)
     del picked, summed
     if not learns:
         return
+    ledger.note("loss.chunk_softmax", (), Kernel.POINTWISE, 8 * count)
+    ones = ledger.make("loss.chunk_ones", 4 * rows, Kind.LOGITS)
     ledger.note("loss.chunk_dlogits", (), Kernel.POINTWISE, 8 * count)
+    del ones
     if compute == 2:
         logits = ledger.make("loss.chunk_dlogits_half", 2 * count, Kind.LOGITS, moved=6 * count)
     note_product(run, "loss.chunk_grad_hidden", (), 1, rows, sizes.width, sizes.vocab)
@@ -132,4 +133,5 @@ def _chunked_loss_backward(run: Run, name: str, saved: list[Held], extra: Extra)
     if cast:
         hidden = ledger.make(f"{HEAD}.dx.float", 2 * hidden.bytes, Kind.TEMPORARY, moved=3 * hidden.bytes)
     run.grad = hidden
+    del hidden
     run.accumulate(f"{HEAD}.weight", weight)

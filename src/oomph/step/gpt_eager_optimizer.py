@@ -85,12 +85,12 @@ class Optimizer:
         run = self.run
         self._clip()
         run.ledger.phase = Phase.OPTIMIZER
-        if self._scaled:
-            self._ask_scaler()
         if self.matrices:
+            self._ask_scaler(fused=False)
             if first:
                 self._create(self.matrices, True)
             self._muon()
+        self._ask_scaler(fused=self.loop == "fused")
         for group in self.groups:
             if self.config.optimizer == "sgd":
                 self._sgd(group, first)
@@ -117,7 +117,8 @@ class Optimizer:
         if not self.config.grad_clip:
             return
         if self._scaled:
-            self._unscale()
+            for _ in range(2 if self.matrices else 1):
+                self._unscale()
         norms = [ledger.hold("clip.norm", self.weight_bytes, Kind.TEMPORARY) for _ in self.everything]
         if self.run.sizes.cuda:
             ledger.note("clip.norms", tuple(norms), Kernel.REDUCTION, total)
@@ -154,17 +155,18 @@ class Optimizer:
         del found
         self.verdicts.append(copies[0])
 
-    def _ask_scaler(self) -> None:
+    def _ask_scaler(self, fused: bool) -> None:
         """GradScaler.step: a fused optimizer takes the verdict, and the scale if it is to unscale itself."""
-        ledger = self.run.ledger
-        if not self.config.grad_clip:
-            if self.loop == "fused":
-                self._check_finite(ledger.make("scaler.inverse", 4, Kind.TEMPORARY))
-            else:
-                self._unscale()
-        if self.loop == "fused":
+        if not self._scaled:
+            return
+        ledger, unscaled = self.run.ledger, bool(self.config.grad_clip)
+        if not unscaled and fused:
+            self._check_finite(ledger.make("scaler.inverse", 4, Kind.TEMPORARY))
+        elif not unscaled:
+            self._unscale()
+        if fused:
             self.verdicts.append(ledger.make("scaler.verdict", 4, Kind.TEMPORARY))
-            if not self.config.grad_clip:
+            if not unscaled:
                 self.verdicts.append(ledger.make("scaler.grad_scale", 4, Kind.TEMPORARY))
 
     def _update(self, group: list[Parameter]) -> None:

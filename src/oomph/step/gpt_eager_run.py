@@ -16,9 +16,10 @@ Backward = Callable[["Run", str, list[Held], tuple[int, ...]], None]
 class Sizes:
     """The shape and the precision of a config, in the numbers that the layers need."""
 
-    def __init__(self, config: TrainConfig, cuda: bool) -> None:
+    def __init__(self, config: TrainConfig, cuda: bool, threads: int = 1) -> None:
         half = config.dtype in HALF_DTYPES
         self.cuda = cuda
+        self.threads = threads  # of the CPU's kernels
         self.batch = config.batch_size
         self.tokens = config.block_size
         self.rows = config.batch_size * config.block_size

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from oomph.step.ops import Kind, Phase, Section, Step
 from oomph.step.trace_optimizer import Updater
 from oomph.step.trace_record import Recorder
-from oomph.step.trace_rules import cuda_rules
+from oomph.step.trace_rules import rules
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,9 +61,8 @@ def trace(
         program.autocast_dtype = _DTYPES[dtype] if autocast and dtype != "float32" else None
         program.updater = Updater(built, optimizer, optimizer_loop, grad_clip, cuda, program.autocast_dtype)
         del batch
-        rules = cuda_rules(recorder) if cuda else contextlib.nullcontext()
         kernel = sdpa_kernel(SDPBackend.MATH) if attention == "math" else contextlib.nullcontext()
-        with rules, kernel, recorder, _module_names(built, recorder):
+        with rules(recorder), kernel, recorder, _module_names(built, recorder):
             return program.play(first)
 
 

@@ -37,10 +37,20 @@ class Updater:
     def step(self) -> None:
         """The update; then the gradients are let go."""
         for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+            self._step(optimizer)
         self.scaler.update()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+
+    def _step(self, optimizer: Any) -> None:
+        """GradScaler.step; an unfused optimizer is asked on the host whether to step, which fake tensors cannot tell."""
+        if not self.scaler.is_enabled() or getattr(optimizer, "_step_supports_amp_scaling", False):
+            self.scaler.step(optimizer)
+            return
+        if not self.grad_clip:
+            self.scaler.unscale_(optimizer)
+        optimizer.step()
 
 
 def _clip_foreach(parameters: list[nn.Parameter], limit: float) -> None:

@@ -67,6 +67,7 @@ class Recorder(TorchDispatchMode):
         self.live: dict[int, tuple[weakref.ref[Any], Live]] = {}
         self.parameters: set[int] = set()
         self.attending = (False, False)  # whether the attention that runs next has a mask, and dropout
+        self.composing = False  # attention is being composed of plain products
         self.sole_uses = (0, 0)  # reference counts of a gradient that only the engine holds, seen from here
         self.calibrating = False
 
@@ -143,7 +144,11 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, name, kind, allocated)
-        temporary = self._kernel_extras(func, args, allocated) if self.cuda else []
+        temporary = (self._cuda_extras if self.cuda else self._cpu_extras)(func, args, allocated)
+        if func is aten._safe_softmax.default:
+            columns = args[0].shape[-1]
+            sizes = kernels.safe_softmax_bytes(args[0].numel() // columns, columns, args[0].element_size())
+            temporary = [self._extra(allocated[0], size) for size in sizes]
         noted = Noted(name, self.phase, cost(func, args, result, self.phase), allocated + temporary)
         self.noted.append(noted)
         noted.freed += temporary
@@ -189,6 +194,8 @@ class Recorder(TorchDispatchMode):
         dispatch mode is active it does not, so the recorder undoes that difference.
         """
         first = args[0]
+        if self.composing:
+            return True  # attention's mask onto its scores
         if self.phase is not Phase.BACKWARD or torch.is_grad_enabled() or not isinstance(first, torch.Tensor):
             return False
         uses = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
@@ -202,9 +209,21 @@ class Recorder(TorchDispatchMode):
         if entry is not None:
             self._watch(new.untyped_storage(), entry[1])
 
-    # --- what CUDA's kernels do otherwise ---------------------------------------------------------
+    # --- what kernels do out of the dispatcher's sight ---------------------------------------------------------
 
-    def _kernel_extras(self, func: Any, args: Any, allocated: list[Live]) -> list[Live]:
+    def _cpu_extras(self, func: Any, args: Any, allocated: list[Live]) -> list[Live]:
+        """Temporaries of the CPU's kernels, which share their work out among threads."""
+        threads = torch.get_num_threads()
+        sizes: tuple[int, ...] = ()
+        if func is _FLASH:
+            sizes = (kernels.cpu_flash_bytes(threads, args[0].shape[2], args[0].shape[3]),)
+        elif func is _FLASH_BACKWARD:
+            sizes = kernels.cpu_flash_backward_bytes(threads, args[1].shape[2])
+        elif func is aten.native_layer_norm_backward.default:
+            sizes = (kernels.cpu_layer_norm_backward_bytes(threads, args[1].shape[-1]),)
+        return [self._extra(allocated[0], size) for size in sizes]
+
+    def _cuda_extras(self, func: Any, args: Any, allocated: list[Live]) -> list[Live]:
         """Adjust the allocations to those of CUDA's kernel; returns its temporaries."""
         if func is _FLASH:
             return self._flash_extras(args, allocated)
@@ -240,7 +259,7 @@ class Recorder(TorchDispatchMode):
         return self.phase is not Phase.EVAL
 
     def _extra(self, beside: Live, size_bytes: int) -> Live:
-        return Live(beside.name, size_bytes, 0, Kind.ATTENTION, beside.block)
+        return Live(beside.name, size_bytes, 0, beside.kind, beside.block)
 
     # --- the result -----------------------------------------------------------------------------
 

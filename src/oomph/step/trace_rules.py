@@ -1,7 +1,7 @@
 """CUDA's rules on a build without CUDA: which operators autocast takes to float32, and which kernels run.
 
 PyTorch keeps autocast's lists per device. On the CPU, layer_norm, softmax and losses have other rules than on a GPU,
-and dropout and attention with dropout are composed of other operators. While `cuda_rules` is active the CPU follows
+and dropout and attention with dropout are composed of other operators. While `rules` is active for a GPU the CPU follows
 the GPU: `ATen/autocast_mode.h` of torch 2.13 is the source of the lists.
 """
 
@@ -76,9 +76,17 @@ def _composed(overload: Any) -> Callable[..., Any]:
 
 
 def _attends(recorder: Recorder) -> Callable[..., Any]:
-    """scaled_dot_product_attention by the CPU's fused kernel, which stands for CUDA's and runs without dropout."""
+    """scaled_dot_product_attention: PyTorch's own choice, or the CPU's fused kernel standing for CUDA's."""
+    overload = torch.ops.aten.scaled_dot_product_attention.default
 
-    def call(
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        recorder.composing = True  # its mask is added in place where no mode watches
+        try:
+            return overload._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            recorder.composing = False
+
+    def fuse(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -96,7 +104,7 @@ def _attends(recorder: Recorder) -> Callable[..., Any]:
         out: torch.Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
         return out
 
-    return call
+    return fuse if recorder.cuda and recorder.attention != "math" else choose
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -108,20 +116,20 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def cuda_rules(recorder: Recorder) -> Iterator[None]:
-    """CUDA's autocast lists and kernels, while active. Autocast's part is global to the process until it ends."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+def rules(recorder: Recorder) -> Iterator[None]:
+    """The recorder's device's rules, while active. They are global to the process until they end."""
+    casts = torch.library.Library("aten", "IMPL", "AutocastCPU")
     kernels = torch.library.Library("aten", "IMPL", "AutogradCPU")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overriding a kernel is the purpose
-            for names, make in ((_FLOAT32, _casts), (_FLOAT32_RESULT, _asks_float), (_COMPOSED, _composed)):
-                for name in names:
-                    library.impl(name, make(_overload(name)))
-            kernels.impl("dropout", _dropout)
-            if recorder.attention != "math":
-                kernels.impl("scaled_dot_product_attention", _attends(recorder))
+            kernels.impl("scaled_dot_product_attention", _attends(recorder))
+            if recorder.cuda:
+                kernels.impl("dropout", _dropout)
+                for names, make in ((_FLOAT32, _casts), (_FLOAT32_RESULT, _asks_float), (_COMPOSED, _composed)):
+                    for name in names:
+                        casts.impl(name, make(_overload(name)))
         yield
     finally:
-        library._destroy()
+        casts._destroy()
         kernels._destroy()

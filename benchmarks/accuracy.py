@@ -1,0 +1,123 @@
+"""Predictions against published measurements on real GPUs.
+
+    .venv/bin/python benchmarks/accuracy.py            memory, and the verdicts "fits" and "does not"
+    .venv/bin/python benchmarks/accuracy.py --time     step times
+    .venv/bin/python benchmarks/accuracy.py --write    both, into docs/accuracy.md
+
+Rows stand in published.csv with their sources. One set of constants for all of them; nothing is fitted to a row. Rows
+whose `program` is "near" ran something like nanoGPT but not the same (other norms, DDP): shown, not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+import oomph
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs" / "accuracy.md"
+MEMORY = {"nvidia_smi_mib": "total_mib", "allocated_mib": "allocated_mib", "reserved_mib": "reserved_mib"}
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One row: what was measured, what is predicted."""
+
+    row: dict[str, str]
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def measured(self) -> float:
+        return float(self.row["value"])
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def plan_of(row: dict[str, str]) -> oomph.Plan:
+    overrides = [
+        (key, value, f"--{key}={value}") for key, _, value in (pair.partition("=") for pair in row["config"].split())
+    ]
+    return oomph.plan(oomph.load_config([], overrides), row["device"])
+
+
+def outcomes(rows: list[dict[str, str]], time: bool) -> list[Outcome]:
+    result = []
+    for row in rows:
+        plan = plan_of(row)
+        if time and plan.time is not None:
+            result.append(Outcome(row, plan.time.step_ms, plan.time.low_ms, plan.time.high_ms))
+        elif not time:
+            memory = plan.memory
+            result.append(Outcome(row, getattr(memory, MEMORY[row["measure"]]), memory.low_mib, memory.high_mib))
+    return result
+
+
+def table(found: list[Outcome], unit: str) -> str:
+    lines = [
+        f"| row | device | batch | measure | measured, {unit} | predicted | error | program | note |",
+        "|---|---|---|---|---:|---:|---:|---|---|",
+    ]
+    for each in found:
+        settings = dict(pair.split("=") for pair in each.row["config"].split())
+        batch = f"{settings.get('batch_size', 12)} × {settings.get('gradient_accumulation_steps', 40)}"
+        figures = f"{each.measured:,.0f} | {each.predicted:,.0f} | {100 * each.error:+.1f} %"
+        what = f"{each.row['device']} | {batch} | {each.row['measure'].rsplit('_', 1)[0]}"
+        lines.append(f"| {each.row['id']} | {what} | {figures} | {each.row['program']} | {each.row['note']} |")
+    same = [each for each in found if each.row["program"] == "same"]
+    errors = sorted(abs(each.error) for each in same)
+    inside = sum(each.low <= each.measured <= each.high for each in same)
+    lines.append(
+        f"\nMedian error {100 * median(errors):.1f} %, worst {100 * errors[-1]:.1f} %, over the {len(same)} rows of "
+        f"the same program; {inside} of them lie within the predicted low and high."
+    )
+    return "\n".join(lines)
+
+
+def verdicts(rows: list[dict[str, str]]) -> str:
+    lines = ["| row | device | config | measured | predicted |", "|---|---|---|---|---|"]
+    for row in rows:
+        fits = plan_of(row).memory.fits
+        said = "fits" if fits else "does not fit"
+        lines.append(f"| {row['id']} | {row['device']} | {row['config']} | {row['note']} | {said} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time", action="store_true", help="step times instead of memory")
+    parser.add_argument("--write", action="store_true", help="write docs/accuracy.md")
+    options = parser.parse_args()
+    with (HERE / "published.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    memory_rows = [row for row in rows if row["measure"] in MEMORY]
+    time_rows = [row for row in rows if row["measure"] == "step_ms"]
+    fit_rows = [row for row in rows if row["measure"] == "fits"]
+    if options.write:
+        head = (
+            "# Predictions against published measurements\n\n"
+            f"Written by `benchmarks/accuracy.py --write` on {datetime.date.today()}, oomph {oomph.__version__}. The "
+            "rows and their sources are in `benchmarks/published.csv`. One set of constants for all rows; nothing is "
+            "fitted to a row. Rows of a program that is near nanoGPT but not the same are shown and not counted."
+        )
+        memory = table(outcomes(memory_rows, time=False), "MiB")
+        time = table(outcomes(time_rows, time=True), "ms a step")
+        parts = (head, "## Memory", memory, "## Does it fit?", verdicts(fit_rows), "## Time", time)
+        DOCS.write_text("\n\n".join(parts) + "\n")
+        print(f"wrote {DOCS.relative_to(HERE.parent)}")
+    elif options.time:
+        print(table(outcomes(time_rows, time=True), "ms a step"))
+    else:
+        print(table(outcomes(memory_rows, time=False), "MiB"), verdicts(fit_rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
