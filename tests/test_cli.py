@@ -160,6 +160,17 @@ def test_an_svg_that_cannot_be_written_is_said_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
 
 
+def test_the_snapshot_is_one_that_the_reader_of_real_ones_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from oomph.step import snapshot
+
+    path = tmp_path / "plan.pickle"
+    _, out, _ = run(capsys, "plan", "gpt2", "--gpu", "RTX 4070", "--batch_size=2", "--json", "--snapshot", str(path))
+    recording = snapshot.read(path)
+    assert recording.peak_bytes / 2**20 == pytest.approx(json.loads(out)["memory"]["allocated_mib"], rel=0.001)
+
+
 def test_gpus_lists_the_catalogue_and_shows_one_card_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     _, table, _ = run(capsys, "gpus")
     assert "GeForce RTX 4070" in table

@@ -81,6 +81,7 @@ class Plan(msgspec.Struct, frozen=True):
     data: Data
     energy: cost.Energy | None
     notes: tuple[str, ...]
+    steps: tuple[Step, Step]  # the run's first optimizer step, and a later one
 
     @property
     def config(self) -> TrainConfig:
@@ -139,6 +140,7 @@ def plan(
         data=data,
         energy=cost.energy(chosen.watts, time.hours if time else None, price_kwh, currency),
         notes=(*loaded.notes, *chosen.notes, *devices.warnings(settled, chosen), *_remarks(settled)),
+        steps=(first, later),
     )
 
 

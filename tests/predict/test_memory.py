@@ -44,7 +44,10 @@ def live_sets(step: Step) -> list[set[Buffer]]:
 @given(steps(), st.sampled_from([1, 512]))
 def test_the_timeline_counts_what_is_alive_at_each_operation(step: Step, rounding: int) -> None:
     expected = [sum(rounded(b.bytes, rounding) for b in alive) for alive in live_sets(step)]
-    assert [moment.allocated_bytes for moment in timeline(step, rounding)] == expected
+    found = timeline(step, rounding)
+    assert list(found.total_bytes) == expected
+    by_kind = [sum(column[index] for column in found.kinds.values()) for index in range(len(found.ops))]
+    assert by_kind == [sum(b.bytes for b in alive) for alive in live_sets(step)]
 
 
 @given(steps(), st.sampled_from([1, 512]))

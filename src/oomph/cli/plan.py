@@ -33,6 +33,8 @@ def run(argv: list[str]) -> int:
         import msgspec
 
         print(msgspec.json.format(msgspec.json.encode(asked.to_dict()), indent=2).decode())
+    if options.snapshot:
+        _write_snapshot(options.snapshot, asked)
     if options.svg or not options.json:
         _report(options, [asked, make(configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer]))])
     return 1 if asked.memory.fits is False else 0
@@ -60,7 +62,7 @@ def _report(options: argparse.Namespace, plans: list[Plan]) -> None:
         from oomph.files import write_whole
         from oomph.report.svg import to_svg
 
-        write_whole(Path(options.svg), to_svg(summary).encode())
+        write_whole(Path(options.svg), to_svg(summary, plans).encode())
     if options.markdown:
         from oomph.report.markdown import to_markdown
 
@@ -71,6 +73,14 @@ def _report(options: argparse.Namespace, plans: list[Plan]) -> None:
         print_summary(summary)
     if options.svg:
         print(f"wrote {options.svg}", file=sys.stderr)
+
+
+def _write_snapshot(path: str, asked: Plan) -> None:
+    from oomph.predict.allocator_timeline import trace
+    from oomph.step import snapshot
+
+    snapshot.write(trace(asked.steps, expandable_segments=asked.config.expandable_segments), Path(path))
+    print(f"wrote {path}: open it at pytorch.org/memory_viz", file=sys.stderr)
 
 
 def device_from(options: argparse.Namespace, loaded: LoadedConfig) -> Device:
@@ -112,6 +122,7 @@ def _parser() -> VerbParser:
     output.add_argument("--json", action="store_true", help="the plan of the chosen trainer as JSON")
     output.add_argument("--markdown", action="store_true", help="the report as Markdown")
     parser.add_argument("--svg", metavar="FILE", help="write the memory picture there too")
+    parser.add_argument("--snapshot", metavar="FILE", help="write the predicted timeline as a PyTorch memory snapshot")
     return parser
 
 

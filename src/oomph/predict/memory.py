@@ -11,14 +11,6 @@ from oomph.step.ops import Buffer, Kind, Op, Section, Step
 CUDA_ROUNDING_BYTES = 512  # kMinBlockSize in PyTorch's c10/core/AllocatorConfig.h
 
 
-class Moment(msgspec.Struct, frozen=True):
-    """What is allocated while one operation runs."""
-
-    section: str
-    op: Op
-    allocated_bytes: int
-
-
 class Peak(msgspec.Struct, frozen=True):
     """The fullest moment, and every buffer alive in it, the largest first."""
 
@@ -76,13 +68,37 @@ def _live_at(step: Step, section_index: int, op_index: int) -> Sequence[Buffer]:
     return list(alive)
 
 
-def timeline(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> list[Moment]:
-    """What is allocated while each operation runs, in order."""
+class Timeline(msgspec.Struct, frozen=True):
+    """What is allocated while each operation runs, by kind of buffer, in bytes before rounding."""
+
+    sections: tuple[tuple[str, int], ...]  # (name, index of its first operation)
+    ops: tuple[Op, ...]
+    kinds: dict[Kind, tuple[int, ...]]  # only the kinds that occur
+    total_bytes: tuple[int, ...]  # after rounding
+
+
+def timeline(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Timeline:
+    """The whole step, operation by operation."""
+    now = dict.fromkeys(Kind, 0)
+    for buffer in step.resident:
+        now[buffer.kind] += buffer.bytes
     live_bytes = sum(rounded(buffer.bytes, rounding_bytes) for buffer in step.resident)
-    moments: list[Moment] = []
+    sections: list[tuple[str, int]] = []
+    ops: list[Op] = []
+    totals: list[int] = []
+    columns: dict[Kind, list[int]] = {kind: [] for kind in Kind}
     for section in step.sections:
+        sections.append((section.name, len(ops)))
         for op in section.ops:
-            live_bytes += sum(rounded(buffer.bytes, rounding_bytes) for buffer in op.allocates)
-            moments.append(Moment(section.name, op, live_bytes))
-            live_bytes -= sum(rounded(buffer.bytes, rounding_bytes) for buffer in op.frees)
-    return moments
+            for buffer in op.allocates:
+                now[buffer.kind] += buffer.bytes
+                live_bytes += rounded(buffer.bytes, rounding_bytes)
+            ops.append(op)
+            totals.append(live_bytes)
+            for kind, size_bytes in now.items():
+                columns[kind].append(size_bytes)
+            for buffer in op.frees:
+                now[buffer.kind] -= buffer.bytes
+                live_bytes -= rounded(buffer.bytes, rounding_bytes)
+    kinds = {kind: tuple(column) for kind, column in columns.items() if any(column)}
+    return Timeline(tuple(sections), tuple(ops), kinds, tuple(totals))

@@ -11,8 +11,11 @@ from datetime import datetime, timedelta
 import msgspec
 
 from oomph.planner import NANOGPT_PEAK_FLOPS, Plan
+from oomph.report import peak
+from oomph.report.timeline import sparkline
 from oomph.units import count, duration, money, scientific
 
+SPARKLINE_COLUMNS = 78
 PROGRAM = {"nanogpt": "nanoGPT", "oomph": "oomph train"}
 
 
@@ -52,6 +55,7 @@ class Summary(msgspec.Struct, frozen=True):
     verdicts: tuple[Verdict, ...]
     bars: tuple[Bar, ...]
     components: tuple[str, ...]  # the rows of the memory table, in order
+    over_a_step: tuple[str, str]  # the first program's memory over one step as a line of blocks, and its sections
     paces: tuple[Pace, ...]
     facts: tuple[tuple[str, str], ...]  # (heading, sentence)
     notes: tuple[str, ...]
@@ -69,6 +73,7 @@ def summarise(plans: Sequence[Plan], now: datetime | None = None) -> Summary:
         verdicts=tuple(_verdict(plan) for plan in plans),
         bars=bars,
         components=tuple(names),
+        over_a_step=sparkline(first, SPARKLINE_COLUMNS),
         paces=_paces(first, now or datetime.now()),
         facts=tuple(_facts(plans)),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
@@ -164,7 +169,8 @@ def _finish(now: datetime, seconds: float) -> str:
 
 def _facts(plans: Sequence[Plan]) -> list[tuple[str, str]]:
     plan = plans[0]
-    facts = [("peak", _peak(each)) for each in plans]
+    facts = [(PROGRAM[plan.config.trainer], sentence) for sentence in peak.sentences(plan)]
+    facts += [(PROGRAM[other.config.trainer], peak.sentences(other)[0]) for other in plans[1:]]
     if plan.time is not None:
         facts.append(("use", _use(plan)))
     facts.append(("data", _data(plan)))
@@ -172,16 +178,6 @@ def _facts(plans: Sequence[Plan]) -> list[tuple[str, str]]:
     if plan.energy is not None and plan.time is not None:
         facts.append(("energy", _energy(plan)))
     return facts
-
-
-def _peak(plan: Plan) -> str:
-    memory = plan.memory
-    largest = max(memory.breakdown, key=lambda part: part.mib)
-    share = 100 * largest.mib / memory.allocated_mib
-    return (
-        f"{PROGRAM[plan.config.trainer]} is fullest in {memory.peak_at}; the largest share, {share:.0f} % of "
-        f"{memory.allocated_mib:,.0f} MiB allocated, is {largest.name}"
-    )
 
 
 def _use(plan: Plan) -> str:

@@ -1,21 +1,26 @@
-"""The memory picture: one stacked bar a program, against the device's line."""
+"""The memory picture: one stacked bar a program against the device's line, and memory over one step below it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
+from oomph.planner import Plan
+from oomph.report import timeline
 from oomph.report.palette import look
-from oomph.report.summary import Bar, Summary
+from oomph.report.summary import PROGRAM, Bar, Summary
 
 WIDTH, LEFT, RIGHT, ROW = 900, 120, 110, 54
 STYLE = (
     "text{font:14px system-ui,sans-serif;fill:#202124}.title{font-weight:600;font-size:16px}.small{font-size:12px;"
-    "fill:#5f6368}.line{stroke:#202124;stroke-width:2}.bg{fill:#fff}"
-    "@media(prefers-color-scheme:dark){text{fill:#e8eaed}.small{fill:#9aa0a6}.line{stroke:#e8eaed}.bg{fill:#202124}}"
+    "fill:#5f6368}.line{stroke:#202124;stroke-width:2}.bg{fill:#fff}.limit{stroke:#202124;stroke-dasharray:6 4}"
+    ".tick{stroke:#9aa0a6;stroke-width:.5}.peak{fill:#202124}"
+    "@media(prefers-color-scheme:dark){text{fill:#e8eaed}.small{fill:#9aa0a6}.line,.limit{stroke:#e8eaed}"
+    ".bg{fill:#202124}.peak{fill:#e8eaed}}"
 )
 
 
-def to_svg(summary: Summary) -> str:
+def to_svg(summary: Summary, plans: Sequence[Plan]) -> str:
     """The picture as a self-contained SVG document, readable in light and dark."""
     limits = [bar.capacity_mib for bar in summary.bars if bar.capacity_mib is not None]
     full_mib = max([bar.total_mib for bar in summary.bars] + limits) or 1.0
@@ -23,7 +28,8 @@ def to_svg(summary: Summary) -> str:
     top = 78
     bottom = top + ROW * len(summary.bars)
     legend, legend_height = _legend(summary, bottom + 40)
-    height = bottom + 40 + legend_height
+    bars_height = bottom + 40 + legend_height
+    height = bars_height + timeline.HEIGHT * len(plans)
     body = [
         f'<rect class="bg" width="{WIDTH}" height="{height}"/>',
         f'<text class="title" x="16" y="26">{escape(summary.title)}</text>',
@@ -35,6 +41,10 @@ def to_svg(summary: Summary) -> str:
         body.append(f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{bottom}"/>')
         label = f"{summary.device.split(',')[0]}: {limits[0]:,.0f} MiB"
         body.append(f'<text class="small" x="{x:.1f}" y="{bottom + 16}" text-anchor="end">{escape(label)}</text>')
+    for index, plan in enumerate(plans):
+        title = f"{PROGRAM[plan.config.trainer]}, allocated over one optimizer step, operation by operation"
+        chart = timeline.to_svg(plan, title)
+        body.append(f'<g transform="translate(0 {bars_height + index * timeline.HEIGHT})">{chart}</g>')
     verdict = " ".join(f"{verdict.text}." for verdict in summary.verdicts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '

@@ -29,6 +29,10 @@ def print_summary(summary: Summary, file: IO[str] | None = None) -> None:
             Text(),
             *_bars(summary, width),
             Padding(_memory_table(summary), (1, 0, 1, 0)),
+            Text(f"{summary.bars[0].program}, allocated over one optimizer step", style="bold"),
+            Text(summary.over_a_step[0], style=look("activations")[0], no_wrap=True, overflow="crop"),
+            Text(summary.over_a_step[1], no_wrap=True, overflow="crop"),
+            Text(),
             *_time(summary),
             _facts(summary),
             *_to_know(summary),
@@ -111,8 +115,10 @@ def _facts(summary: Summary) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
+    before = ""
     for heading, sentence in summary.facts:
-        grid.add_row(heading, f"{sentence}.")
+        grid.add_row(heading if heading != before else "", f"{sentence}.")
+        before = heading
     return grid
 
 

@@ -1,0 +1,36 @@
+"""A fit as Markdown, for an issue, a note or a pull request."""
+
+from __future__ import annotations
+
+from oomph.fitting.cards import Cards
+from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, card_rows
+from oomph.report.markdown import _table as table
+
+
+def fit_to_markdown(summary: FitSummary) -> str:
+    """The report as GitHub-flavoured Markdown."""
+    parts = [
+        f"## {'✅' if summary.good else '❌'} {summary.verdict}.",
+        f"{summary.title}  \n{summary.setting}  \n{summary.device}",
+    ]
+    for section in summary.sections:
+        rows = [line.cells() for line in section.lines]
+        parts.append(f"### {section.title.capitalize()}\n\n{table(HEADINGS, rows)}")
+    for heading, sentences in (
+        ("Why", summary.why),
+        ("What changes in the training", summary.effects),
+        ("To know", summary.notes),
+    ):
+        if sentences:
+            parts.append(f"### {heading}\n\n" + "\n".join(f"- {sentence}" for sentence in sentences))
+    if summary.patch is not None:
+        lines, reason = summary.patch
+        parts.append(f"### The two-line patch for nanoGPT\n\n```\n{lines}```\n\n{reason}")
+    parts.append(f"{summary.evaluated}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def cards_to_markdown(cards: Cards) -> str:
+    """Which cards would do, as Markdown."""
+    mark = "✅" if cards.fitting else "❌"
+    return f"## {mark} {cards.verdict}.\n\n{table(CARD_HEADINGS, card_rows(cards))}\n"
