@@ -168,7 +168,7 @@ def test_the_snapshot_is_one_that_the_reader_of_real_ones_reads(
     path = tmp_path / "plan.pickle"
     _, out, _ = run(capsys, "plan", "gpt2", "--gpu", "RTX 4070", "--batch_size=2", "--json", "--snapshot", str(path))
     recording = snapshot.read(path)
-    assert recording.peak_bytes / 2**20 == pytest.approx(json.loads(out)["memory"]["allocated_mib"], rel=0.001)
+    assert recording.peak_bytes / 2**20 == pytest.approx(json.loads(out)["memory"]["allocated_mib"], rel=0.01)  # blocks against requests
 
 
 def test_gpus_lists_the_catalogue_and_shows_one_card_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:

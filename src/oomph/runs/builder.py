@@ -8,6 +8,7 @@ from collections.abc import Callable
 from oomph.config.keys import keys
 from oomph.config.values import coerce
 from oomph.errors import Problem
+from oomph.runs.columns import Spans
 from oomph.runs.model import EVALUATING, STEADY, Event, Gpu, How, Process, Program, Run, Setting, Source, Unreadable
 
 EVENTS = 200  # kept of each run; all are counted
@@ -16,7 +17,9 @@ PROCESSES = 256
 GPUS = 64
 OOMS = 32
 
-Follower = Callable[[str], bool]  # given each next line until it returns False: "not mine"
+Follower = Callable[[str], bool]  # given each line that follows; False: "not mine"
+# Where the values of a line stand, and what to do with those of many lines of its form.
+Columnar = tuple[Callable[[str], Spans | None], Callable[[dict[str, list[float]]], None]]
 
 
 class Builder:
@@ -27,6 +30,7 @@ class Builder:
         self.source = Source(name)
         self.line = 0
         self.follower: Follower | None = None
+        self.columnar: Columnar | None = None  # of the follower
         self.frames: list[str] = []  # of the traceback being read: 'train.py:219 in estimate_loss'
         self.evaluated_step: int | None = None  # an evaluation was printed; this step's time contains it
         self.pending_val_loss: float | None = None  # printed without its step, which the next line gives
@@ -41,7 +45,7 @@ class Builder:
         """Go on with another source."""
         self.source = source
         self.run.sources.append(source)
-        self.line, self.follower, self.frames, self.gpu_row = 0, None, [], None
+        self.line, self.follower, self.columnar, self.frames, self.gpu_row = 0, None, None, [], None
 
     def program(self, name: Program) -> None:
         """Which program wrote the log, by a line that only it writes."""

@@ -9,6 +9,7 @@ from oomph.errors import InputError
 from oomph.runs.model import Gpu, How
 
 SAME_MIB = 8  # drivers differ by so much
+OLD_DRIVER = 0.025  # of the memory, which drivers before 510 did not show
 TORCH_TOTAL = 0.004  # "11.62 GiB" is known to 5 MiB; drivers take a little more or less
 
 
@@ -22,7 +23,7 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def identify(gpu: Gpu | None, tflops: float | None = None, given: str | None = None) -> Card:
-    """The card. `tflops` is what the run achieves: no card does more than its peak. `given` is the user's word for it."""
+    """The card. `tflops` is what the run achieves: no card does more than its peak. `given` is the user's word."""
     total = round(gpu.total_mib) if gpu is not None and gpu.total_mib else None
     if given is not None:
         return Card(find(given, total), "given", f"--gpu {given}")
@@ -50,8 +51,10 @@ def identify(gpu: Gpu | None, tflops: float | None = None, given: str | None = N
 def _by_memory(gpu: Gpu) -> tuple[list[Device], str]:
     cards = [device for device in all_devices() if device.kind == "cuda"]
     if gpu.total_mib is not None:
-        fitting = [device for device in cards if abs(device.memory_mib - gpu.total_mib) <= SAME_MIB]
-        return fitting, f"{gpu.total_mib:.0f} MiB"
+        less = {device.name: device.memory_mib - gpu.total_mib for device in cards}
+        fitting = [device for device in cards if abs(less[device.name]) <= SAME_MIB]
+        old = [device for device in cards if 0 <= less[device.name] <= OLD_DRIVER * device.memory_mib]
+        return fitting or old, f"{gpu.total_mib:.0f} MiB"
     if gpu.torch_total_mib is not None:
         total = gpu.torch_total_mib
         fitting = [d for d in cards if abs(d.usable_mib - total) <= TORCH_TOTAL * total]

@@ -96,14 +96,14 @@ class _Work:
         if self.echoed and self._defaults_agree(said, printed):
             return
         found = shapes.solve(printed, self._known(said))
-        if not found:
+        if not found.shapes:
             found = self._overruling(said, printed)
         self._settle(found, said)
 
     def _defaults_agree(self, said: dict[str, Any], printed: Printed) -> bool:
         """Do nanoGPT's defaults, with what was read, print these counts? Then nothing needs working out."""
         filled = {key: keys()[key].default for key in _SHAPE} | said
-        if shapes.solve(printed, self._known(filled)):
+        if shapes.solve(printed, self._known(filled)).shapes:
             for key in _SHAPE:
                 if key not in said:
                     self.put(key, filled[key], "default", "nanoGPT's default, and the printed counts agree")
@@ -116,26 +116,31 @@ class _Work:
         implied = flops * workers / tokens if flops and tokens else None
         return shapes.Known(said, implied)
 
-    def _overruling(self, said: dict[str, Any], printed: Printed) -> list[shapes.Shape]:
+    def _overruling(self, said: dict[str, Any], printed: Printed) -> shapes.Solution:
         """What was read does not print these counts: a resumed run has its checkpoint's shape. Counts are firmer."""
         found = shapes.solve(printed, self._known({}))
-        if not found:  # the printed MFU may be of several workers that nobody mentions
+        if not found.shapes:  # the printed MFU may be of several workers that nobody mentions
             found = shapes.solve(printed, shapes.Known(said))
         for key, value in said.items():
-            values = {getattr(shape, key) for shape in found}
+            values = {getattr(shape, key) for shape in found.shapes}
             if values and value not in values and len(values) == 1:
                 where = self.settings[key].where
-                self.contradictions.append(f"{where} says {key} = {value}, but the printed counts are those of {values.pop()}")
+                self.contradictions.append(
+                    f"{where} says {key} = {value}, but the printed counts are those of {values.pop()}"
+                )
         return found
 
-    def _settle(self, found: list[shapes.Shape], said: dict[str, Any]) -> None:
+    def _settle(self, found: shapes.Solution, said: dict[str, Any]) -> None:
+        evidence = _evidence(self.run.printed)
+        why = f"the only usual shape with {evidence}" if found.odder else f"the only shape with {evidence}"
         for key in _SHAPE:
-            values = {getattr(shape, key) for shape in found}
+            values = {getattr(shape, key) for shape in found.shapes}
             if len(values) == 1 and said.get(key) not in values:
-                self.put(key, values.pop(), "inferred", f"the printed counts leave only this ({_evidence(self.run.printed)})")
-        if len(found) > 1:
-            self.ambiguous = [msgspec.to_builtins(shape) for shape in found[:_SHOWN]]
-            self.notes.append(f"the printed counts fit {len(found)} shapes; give block_size or vocab_size to decide")
+                self.put(key, values.pop(), "inferred", why)
+        if len(found.shapes) > 1:
+            self.ambiguous = [msgspec.to_builtins(shape) for shape in found.shapes[:_SHOWN]]
+            many = len(found.shapes)
+            self.notes.append(f"the printed counts fit {many} usual shapes; give block_size or vocab_size to decide")
 
     # --- the batch --------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 PIECE_BYTES = 1 << 17
 LONGEST_LINE = 1 << 16  # characters; what is longer is read in pieces of this size
 
-_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 
 def pieces(stream: BinaryIO) -> Iterator[str]:

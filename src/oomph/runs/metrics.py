@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 
 from oomph.runs.builder import Builder
+from oomph.runs.columns import Spans
 from oomph.runs.model import STEADY, WARMING_UP
 
 
@@ -15,7 +17,7 @@ class Line(msgspec.Struct):
 
     step: int
     tokens: int | None = None
-    loss: float | None | msgspec.UnsetType = msgspec.UNSET
+    loss: float | msgspec.UnsetType | None = msgspec.UNSET
     val_loss: float | None = None
     train_loss: float | None = None
     lr: float | None = None
@@ -36,6 +38,10 @@ _COLUMNS = (
     ("tokens_per_s", "tokens_per_s"),
     ("memory_mib", "memory_mib"),
 )
+
+
+_PLAIN = {"step": "step", "loss": "loss", "mfu": "mfu_percent"} | dict(_COLUMNS)
+_FIELD = re.compile(r'"([a-z_]+)": ?(-?\d[\d.]*(?:[eE][+-]?\d+)?)(?=[,}])')
 
 
 def line(builder: Builder, text: str) -> None:
@@ -65,4 +71,20 @@ def line(builder: Builder, text: str) -> None:
     builder.run.steps.append(step=found.step, loss=loss, kind=kind, **row)
 
 
-HANDLERS = (('"step":', line),)
+def step_spans(text: str) -> Spans | None:
+    """Where the values of a plain step's line stand; None where it has more to tell than numbers of a step."""
+    found = {field[1]: field.span(2) for field in _FIELD.finditer(text)}
+    if text.count('"') != 2 * len(found) or not found.keys() <= _PLAIN.keys() or not {"step", "loss"} <= found.keys():
+        return None
+    return {_PLAIN[name]: span for name, span in found.items()}
+
+
+def take_steps(builder: Builder, columns: dict[str, list[float]]) -> None:
+    """Steps read together."""
+    if "mfu_percent" in columns:
+        columns["mfu_percent"] = [100 * mfu for mfu in columns["mfu_percent"]]
+    columns["kind"] = [STEADY] * len(columns["step"])
+    builder.run.steps.extend(columns)
+
+
+PARTS = {'"step":': (line,)}

@@ -1,23 +1,14 @@
-"""What nanoGPT's train.py prints.
-
-Step lines come in batches and by the million, so that they are told from others and taken apart without a regular
-expression a line: deleting every digit must leave exactly the words of a step line, and deleting the words leaves the
-numbers.
-"""
+"""What nanoGPT's train.py prints."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 
 from oomph.config.presets import GPT2_SHAPES
 from oomph.runs.builder import Builder
-from oomph.runs.model import EVALUATING, STEADY, WARMING_UP
-
-_WORDS = (b"iter : loss , time ms, mfu %\n", b"iter : loss , time ms\n")
-_DIGITS = b"0123456789.-"
-_LETTERS = bytes(set(_WORDS[0]) - set(b" \n"))
+from oomph.runs.columns import Spans
+from oomph.runs.model import STEADY, WARMING_UP
 
 _NUMBER = r"(-?(?:\d[\d.]*(?:e[+-]?\d+)?|nan|inf))"
 _STEP = re.compile(
@@ -34,46 +25,24 @@ _FUSED = re.compile(r"using fused AdamW: (True|False)")
 _FROM_GPT2 = re.compile(r"Initializing from OpenAI GPT-2 weights: (gpt2(?:-medium|-large|-xl)?)\b")
 
 
-def step_batch(builder: Builder, lines: Sequence[str], first_line: int) -> None:
-    """Consecutive lines that begin as step lines do."""
-    columns = _columns(lines)
-    if columns is None:
-        for index, line in enumerate(lines):
-            builder.line = first_line + index
-            step_line(builder, line)
-        return
-    builder.program("nanogpt")
-    steps = columns["step"]
-    if builder.evaluated_step is not None or min(columns.get("mfu_percent", (0.0,))) < 0:
-        mfus = columns.get("mfu_percent", [0.0] * len(steps))
+def step_spans(line: str) -> Spans | None:
+    """Where the values of a plain step line stand."""
+    match = _STEP.search(line)
+    if match is None or len(_STEP_BEGINS.findall(line)) != 1:
+        return None
+    names = ("step", "loss", "ms", "mfu_percent")
+    return {name: match.span(group) for group, name in enumerate(names, 1) if match[group] is not None}
+
+
+def take_steps(builder: Builder, columns: dict[str, list[float]]) -> None:
+    """Steps read together. nanoGPT prints an MFU of -100 % for the steps of its warm-up."""
+    builder.evaluated_step = None
+    mfus = columns.get("mfu_percent")
+    if mfus is not None and min(mfus) < 0:
         columns["kind"] = [WARMING_UP if mfu < 0 else STEADY for mfu in mfus]
-        if builder.step_kind(int(steps[0])) == EVALUATING:
-            columns["kind"][0] = EVALUATING
     else:
-        columns["kind"] = [STEADY] * len(steps)
+        columns["kind"] = [STEADY] * len(columns["step"])
     builder.run.steps.extend(columns)
-
-
-def _columns(lines: Sequence[str]) -> dict[str, list[float]] | None:
-    """The columns of lines that are all whole step lines; None where one is not."""
-    try:
-        data = ("\n".join(lines) + "\n").encode("ascii")
-    except UnicodeEncodeError:
-        return None
-    words = data.translate(None, _DIGITS)
-    template = next((each for each in _WORDS if words.startswith(each)), None)
-    if template is None or words != template * len(lines):
-        return None
-    width = 4 if template is _WORDS[0] else 3
-    numbers = data.translate(None, _LETTERS).decode("ascii").split()
-    if len(numbers) != width * len(lines):
-        return None
-    names = ("step", "loss", "ms", "mfu_percent")[:width]
-    try:
-        columns = {name: list(map(float, numbers[index::width])) for index, name in enumerate(names)}
-    except ValueError:  # "1.2.3"
-        return None
-    return columns if min(columns["step"]) >= 0 and max(columns["step"]) < 1e15 else None
 
 
 def step_line(builder: Builder, line: str) -> None:
@@ -119,7 +88,8 @@ def evaluation(builder: Builder, line: str) -> None:
 def parameters(builder: Builder, line: str) -> None:
     match = _PARAMS.search(line)
     if match is None:
-        builder.cannot_read("a parameter count", line)
+        if "number of parameters:" in line:
+            builder.cannot_read("a parameter count", line)
         return
     try:
         number = float(match[2].replace(",", ""))
@@ -140,7 +110,8 @@ def parameters(builder: Builder, line: str) -> None:
 def tensors(builder: Builder, line: str) -> None:
     match = _TENSORS.search(line)
     if match is None:
-        builder.cannot_read("a count of decayed tensors", line)
+        if "decayed parameter tensors:" in line:
+            builder.cannot_read("a count of decayed tensors", line)
         return
     count, numbers = (int(text.replace(",", "") or 0) for text in (match[2], match[3]))
     printed = builder.run.printed
@@ -156,7 +127,7 @@ def tokens(builder: Builder, line: str) -> None:
     if number:
         builder.program("nanogpt")
         builder.run.printed.tokens_per_step = number
-    else:
+    elif "tokens per iteration will be" in line:
         builder.cannot_read("tokens per iteration", line)
 
 
@@ -189,32 +160,40 @@ def start(builder: Builder, line: str) -> None:
 
 
 def compiling(builder: Builder, line: str) -> None:
+    if "compiling the model..." not in line:
+        return
     builder.setting("compile", True)
     builder.event("compile", line)
 
 
 def checkpoint(builder: Builder, line: str) -> None:
-    builder.event("checkpoint", line)
+    if "saving checkpoint to " in line:
+        builder.event("checkpoint", line)
 
 
 def grad_scaler(builder: Builder, line: str) -> None:
     """nanoGPT builds a GradScaler whatever the dtype, so torch's deprecation warning does not tell float16."""
+    if "GradScaler" not in line:
+        return
     if "is enabled, but CUDA is not available" in line or "GradScaler enabled for fp16" in line:
         builder.setting("dtype", "float16")
     builder.event("grad_scaler", line)
 
 
-HANDLERS = (
-    (": loss ", step_line),
-    (": train loss ", evaluation),
-    ("umber of parameters: ", parameters),
-    ("parameter tensors: ", tensors),
-    ("tokens per iteration will be", tokens),
-    ("vocab_size", vocabulary),
-    ("using fused AdamW: ", fused),
-    ("nitializing ", start),
-    ("Resuming training from", start),
-    ("compiling the model...", compiling),
-    ("saving checkpoint to ", checkpoint),
-    ("GradScaler", grad_scaler),
-)
+# The words that call a handler: whole words of a line, in which digits, points and hyphens are left out.
+WORDS = {
+    "loss": (step_line, evaluation),
+    "parameters:": (parameters,),
+    "tensors:": (tensors,),
+    "iteration": (tokens,),
+    "vocab_size": (vocabulary,),
+    "vocab_size=,": (vocabulary,),
+    "fused": (fused,),
+    "Initializing": (start,),
+    "Resuming": (start,),
+    "compiling": (compiling,),
+    "checkpoint": (checkpoint,),
+    "FutureWarning:": (grad_scaler,),
+    "UserWarning:": (grad_scaler,),
+    "GradScaler": (grad_scaler,),
+}

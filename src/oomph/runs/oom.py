@@ -59,7 +59,7 @@ def message(builder: Builder, line: str) -> None:
     builder.run.ooms.append(oom)
     builder.event("oom", line)
     if not _END.search(line) and oom.generation != "mps":
-        builder.follower = _continuation(builder, oom, line)
+        builder.follower, builder.columnar = _continuation(builder, oom, line), None
 
 
 def _continuation(builder: Builder, oom: Oom, text: str) -> Follower:
@@ -163,9 +163,8 @@ def _phase(frames: list[str]) -> tuple[Phase, str | None]:
     return ("forward" if frames else "unknown"), code
 
 
-HANDLERS = (
-    ("Traceback (most recent call last)", frame),
-    ('File "', frame),
-    ("ut of memory", message),
-    ("OutOfMemoryError", message),
-)
+WORDS = {
+    "Traceback": (frame,),
+    "File": (frame,),
+    "memory": (message,),
+}

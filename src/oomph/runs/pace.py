@@ -12,6 +12,7 @@ from oomph.runs.model import EVALUATING, STEADY, Run
 
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's bfloat16 peak, whatever the card
 STALLED = 1.5  # a step this many times slower than the median has waited for something
+LEAST_MFU = 0.5  # percent: of less, two decimals tell too little
 WARM_UP_STEPS = 5  # at most, where the log does not mark them
 
 
@@ -32,7 +33,9 @@ class Pace(msgspec.Struct, frozen=True):
 def pace(run: Run) -> Pace | None:
     """The run's pace; None where no step was timed."""
     steps = run.steps
-    rows = list(zip(steps.column("step"), steps.column("ms"), steps.column("kind"), steps.column("mfu_percent"), strict=True))
+    rows = list(
+        zip(steps.column("step"), steps.column("ms"), steps.column("kind"), steps.column("mfu_percent"), strict=True)
+    )
     timed = [row for row in rows if math.isfinite(row[1]) and row[1] > 0]
     steady = [row for row in timed if row[2] == STEADY]
     if not steady:
@@ -68,8 +71,9 @@ def nanogpt_flops_per_step(run: Run) -> float | None:
         return None
     steps = run.steps
     rows = zip(steps.column("ms"), steps.column("mfu_percent"), steps.column("kind"), strict=True)
-    steady = [ms * mfu for ms, mfu, kind in rows if kind == STEADY and ms > 0 and mfu > 0]
-    return median(steady) * 1e-5 * NANOGPT_PEAK_FLOPS if steady else None  # ms and %: 1e-3 and 1e-2
+    steady = sorted(ms * mfu for ms, mfu, kind in rows if kind == STEADY and ms > 0 and mfu >= LEAST_MFU)
+    # The printed MFU is a running mean that each evaluation lowers for some twenty steps: its upper part is right.
+    return _quantile(steady, 0.75) * 1e-5 * NANOGPT_PEAK_FLOPS if steady else None  # ms and %: 1e-3 and 1e-2
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

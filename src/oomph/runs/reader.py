@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
 from oomph.errors import InputError, Problem
-from oomph.runs import metrics, nanogpt, oom, settings, smi, step_lines
-from oomph.runs.builder import Builder
+from oomph.runs import columns, metrics, nanogpt, oom, settings, smi, step_lines
+from oomph.runs.builder import Builder, Columnar
 from oomph.runs.lines import pieces
 from oomph.runs.model import Run, Source
 
@@ -26,16 +28,19 @@ _IN_FOLDER = ("config.toml", "metrics.jsonl", "train.log", "log.txt")  # what a 
 _PICKLE = b"\x80"
 
 
-def _by_handler() -> tuple[tuple[Handler, tuple[str, ...]], ...]:
-    """Each handler with the words that call it, so that a line with two of its words calls it once."""
-    table: dict[Handler, list[str]] = {}
-    for module in (nanogpt, step_lines, metrics, settings, smi, oom):
-        for word, handler in module.HANDLERS:
-            table.setdefault(handler, []).append(word)
-    return tuple((handler, tuple(words)) for handler, words in table.items())
+def _gathered(*tables: Mapping[str, tuple[Handler, ...]]) -> dict[bytes, tuple[Handler, ...]]:
+    gathered: dict[bytes, tuple[Handler, ...]] = {}
+    for table in tables:
+        for word, handlers in table.items():
+            gathered[word.encode()] = (*gathered.get(word.encode(), ()), *handlers)
+    return gathered
 
 
-_HANDLERS = _by_handler()
+# What calls the handlers: whole words of a line's form, and parts of words.
+_WORDS = _gathered(nanogpt.WORDS, step_lines.WORDS, smi.WORDS, oom.WORDS)
+_PARTS = _gathered(metrics.PARTS, settings.PARTS, smi.PARTS)
+_FORMATS = (nanogpt, step_lines, metrics)  # whose steps are read many at a time
+_SAME = 4  # lines of one form that make it worth while
 
 
 def read(*sources: Readable, name: str | None = None, overrides: Sequence[Override] = ()) -> Run:
@@ -95,7 +100,7 @@ def _name(sources: Sequence[Readable]) -> str:
 
 def _opened_folders(sources: Iterable[Readable]) -> Iterable[Readable]:
     for source in sources:
-        if isinstance(source, str | os.PathLike) and os.path.isdir(source):
+        if isinstance(source, str | os.PathLike) and Path(source).is_dir():
             inside = [Path(source) / name for name in _IN_FOLDER if (Path(source) / name).is_file()]
             if not inside:
                 allowed = ", ".join(_IN_FOLDER)
@@ -115,7 +120,7 @@ def _read_source(builder: Builder, source: Readable) -> None:
     elif path.endswith(_CONFIGS):
         _read_config(builder, path)
     else:
-        with open(path, "rb") as stream:
+        with Path(path).open("rb") as stream:
             start = stream.peek(1)[:1]
             if path.endswith(_SNAPSHOTS) or start == _PICKLE:
                 _read_snapshot(builder, path)
@@ -161,43 +166,76 @@ def read_stream(builder: Builder, stream: BinaryIO, name: str) -> None:
     source = Source(name)
     builder.begin(source)
     for text in pieces(stream):
-        source.characters += len(text)
-        _read_piece(builder, text)
-        source.cut_off = not text.endswith("\n")
-        source.lines += text.count("\n")
-        builder.line = source.lines
+        read_piece(builder, text)
     if source.cut_off:
         source.lines += 1
 
 
-def _read_piece(builder: Builder, text: str) -> None:
-    """The lines of one piece. A handler is asked only where one of its words stands in the piece, then in the line."""
-    active = [(handler, here) for handler, words in _HANDLERS if (here := [word for word in words if word in text])]
-    if not active and builder.follower is None:
-        return
-    before = builder.line
-    batch: list[str] = []
-    for number, line in enumerate(text.split("\n"), before + 1):
-        if line[:5] == "iter " and "\r" not in line:
-            batch.append(line)
+def read_piece(builder: Builder, text: str) -> None:
+    """More lines of the source that `builder` is at: whole ones, for what is cut in two is read as two.
+
+    Neighbours of the same form are read together: who reads a line depends on its form alone.
+    """
+    lines = text.split("\n")
+    form_of_all = columns.form(text.encode())
+    parts = [part for part in _PARTS if part in form_of_all]
+    source, start = builder.source, 0
+    for form, same in groupby(form_of_all.split(b"\n")):
+        size = len(list(same))
+        handlers = _handlers_of(form, parts)
+        if form and (handlers or builder.follower is not None):
+            _read_lines(builder, lines[start : start + size], source.lines + start + 1, handlers)
+        start += size
+    source.characters += len(text)
+    source.lines += len(lines) - 1
+    source.cut_off = lines[-1] != ""
+    builder.line = source.lines
+
+
+def _handlers_of(form: bytes, parts: Sequence[bytes]) -> Sequence[Handler]:
+    words = form.split()
+    if _WORDS.keys().isdisjoint(words) and not any(part in form for part in parts):
+        return ()
+    found: dict[Handler, None] = {}
+    for word in words:
+        found.update(dict.fromkeys(_WORDS.get(word, ())))
+    for part in parts:
+        if part in form:
+            found.update(dict.fromkeys(_PARTS[part]))
+    return tuple(found)
+
+
+def _read_lines(builder: Builder, lines: Sequence[str], number: int, handlers: Sequence[Handler]) -> None:
+    """Lines of one form: the first by itself, then the rest at once where they are plain rows of numbers."""
+    for index, line in enumerate(lines):
+        builder.line = number + index
+        if "\r" in line:
+            for part in line.split("\r"):
+                _read_line(builder, part, handlers)
             continue
-        builder.line = number
-        if batch:
-            nanogpt.step_batch(builder, batch, number - len(batch))
-            builder.line = number
-            batch = []
-        if line:
-            for part in line.split("\r") if "\r" in line else (line,):
-                _read_line(builder, part, active)
-    if batch:
-        nanogpt.step_batch(builder, batch, before + 1 + text.count("\n") + 1 - len(batch))
+        if index == 1 and len(lines) >= _SAME and _read_together(builder, lines[1:]):
+            return
+        _read_line(builder, line, handlers)
 
 
-def _read_line(builder: Builder, line: str, active: Sequence[tuple[Handler, Sequence[str]]]) -> None:
+def _read_line(builder: Builder, line: str, handlers: Sequence[Handler]) -> None:
     if builder.follower is not None and builder.follower(line):
         return
-    for handler, words in active:
-        for word in words:
-            if word in line:
-                handler(builder, line)
-                break
+    for handler in handlers:
+        handler(builder, line)
+
+
+def _read_together(builder: Builder, lines: Sequence[str]) -> bool:
+    """Whether the lines were read as rows of a table."""
+    known: list[Columnar] = [(each.step_spans, partial(each.take_steps, builder)) for each in _FORMATS]
+    if builder.follower is not None:
+        known = [builder.columnar] if builder.columnar is not None else []
+    for spans_of, take in known:
+        spans = spans_of(lines[0])
+        layout = columns.layout(lines[0], spans) if spans is not None else None
+        found = columns.read(lines, layout) if layout is not None else None
+        if found is not None and all(map(float.is_integer, found.get("step", ()))):
+            builder.line += len(lines) - 1
+            take(found)
+            return True
+    return False

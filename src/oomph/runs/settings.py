@@ -62,6 +62,8 @@ def printed_dict(builder: Builder, line: str) -> None:
 
 def command(builder: Builder, line: str) -> None:
     """The command that started the run: `python train.py config/x.py --batch_size=8`."""
+    if "train.py " not in line and "base_train " not in line:
+        return
     for name, text in _ARGUMENT.findall(line):
         key = name.replace("-", "_")
         if key in keys() and not builder.setting(key, parse_text(keys()[key], text)):
@@ -72,6 +74,9 @@ def command(builder: Builder, line: str) -> None:
 
 
 def config_file(builder: Builder, line: str) -> None:
+    """nanoGPT is about to echo a config file."""
+    if "Overriding config with " not in line:
+        return
     builder.program("nanogpt")
     builder.event("config", line)
 
@@ -81,12 +86,11 @@ def torch_version(builder: Builder, line: str) -> None:
         builder.setting("torch_version", match[1])
 
 
-HANDLERS = (
-    ("Overriding config with ", config_file),
-    ("=", assignment),
-    ("'batch_size': ", printed_dict),
-    ('"batch_size": ', printed_dict),
-    ("train.py ", command),
-    ("base_train ", command),
-    ("orch", torch_version),
-)
+# Parts of a line that call a handler, for what need not be a word of its own.
+PARTS = {
+    "=": (config_file, assignment, command),
+    "Overriding": (config_file,),
+    "'batch_size':": (printed_dict,),
+    '"batch_size":': (printed_dict,),
+    "orch": (torch_version,),
+}

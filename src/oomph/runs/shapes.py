@@ -8,7 +8,7 @@ nanoGPT's model with L layers of width C, a vocabulary of V and T positions has
     printed       all but the T·C position embeddings, rounded to 0.01 M
 
 so that the layers, the width and V + T follow exactly, and rounding leaves a few T, of which one is usual. The FLOPs a
-token that its MFU implies, 6·printed + 12·L·C·T, and tokens a step, a multiple of T, narrow the rest.
+token that its MFU implies, 6·printed + 12·L·C·T, and tokens a step, a multiple of T, decide between what is left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ VOCABULARIES = {
 }
 WIDEST, LONGEST, MOST_WORDS = 32768, 1 << 17, 1 << 20
 FLOPS_SLACK = 0.03  # the printed MFU is a running mean over steps
-MOST = 64  # shapes returned at most
 
 
 class Shape(msgspec.Struct, frozen=True, order=True):
@@ -58,12 +57,17 @@ class Shape(msgspec.Struct, frozen=True, order=True):
 
     @property
     def oddity(self) -> int:
-        """How far the sizes are from those that people choose: 0 for a common vocabulary and multiples of 64."""
-        if not _usual_length(self.block_size):
-            return 3
-        if self.vocab_size in VOCABULARIES:
-            return 0 if self.n_embd % 64 == 0 else 1
-        return 2 if self.vocab_size % 64 == 0 else 3
+        """How far the sizes are from those that people choose: 0 for a common vocabulary and powers of two."""
+        words = 0 if self.vocab_size in VOCABULARIES else 2 if self.vocab_size % 64 == 0 else 4
+        positions = 0 if self.block_size & (self.block_size - 1) == 0 else 1 if self.block_size % 64 == 0 else 4
+        return words + positions + (self.n_embd % 64 != 0)
+
+
+class Solution(msgspec.Struct, frozen=True):
+    """The most usual shapes that agree, and how many odder ones do too."""
+
+    shapes: tuple[Shape, ...]
+    odder: int
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -77,11 +81,14 @@ class Known(msgspec.Struct, frozen=True):
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def solve(printed: Printed, known: Known) -> list[Shape]:
-    """Every shape that agrees and is as usual as the most usual of them; at most `MOST`."""
+def solve(printed: Printed, known: Known) -> Solution:
+    """The shapes that agree with everything."""
     found = set(_shapes(printed, known))
+    if len(found) > 1 and known.flops_per_token is not None:
+        found = {shape for shape in found if _has_flops(shape, known.flops_per_token)} or found
     least = min((shape.oddity for shape in found), default=0)
-    return sorted(shape for shape in found if shape.oddity == least)[:MOST]
+    usual = sorted(shape for shape in found if shape.oddity == least)
+    return Solution(tuple(usual), len(found) - len(usual))
 
 
 def _shapes(printed: Printed, known: Known) -> Iterator[Shape]:
@@ -144,7 +151,7 @@ def _words_and_positions(
             words = vocabulary if vocabulary is not None else both - (length or 0)
             yield words, both - words
             return
-        for positions in _lengths(printed, known, layers, width, bias, both):
+        for positions in _lengths(printed, layers, width, bias, both):
             yield both - positions, positions
         return
     middle = ((printed.params or 0) - blocks - vectors(layers, bias) * width) / width
@@ -156,7 +163,7 @@ def _words_and_positions(
                 yield words, positions
 
 
-def _lengths(printed: Printed, known: Known, layers: int, width: int, bias: bool, both: int) -> Iterable[int]:
+def _lengths(printed: Printed, layers: int, width: int, bias: bool, both: int) -> Iterable[int]:
     """Positions that the rounded count leaves open, given V + T."""
     if printed.params is None:
         common = [both - words for words in VOCABULARIES]
@@ -184,18 +191,22 @@ def _usual_length(length: int) -> bool:
 
 
 def _agrees(shape: Shape, printed: Printed, known: Known) -> bool:
-    if not (1 <= shape.vocab_size <= MOST_WORDS and 1 <= shape.block_size):
+    if not (1 <= shape.vocab_size <= MOST_WORDS and shape.block_size >= 1):
         return False
     for key in ("n_layer", "n_embd", "vocab_size", "block_size", "bias"):
         if known.keys.get(key) not in (None, getattr(shape, key)):
             return False
     if printed.tokens_per_step is not None and printed.tokens_per_step % shape.block_size:
         return False
+    return printed.params is None or abs(_count(shape) - printed.params) <= printed.params_slack
+
+
+def _count(shape: Shape) -> int:
+    """Parameters as nanoGPT prints them."""
     blocks = 12 * shape.n_layer * shape.n_embd**2
-    count = shape.vocab_size * shape.n_embd + blocks + vectors(shape.n_layer, shape.bias) * shape.n_embd
-    if printed.params is not None and abs(count - printed.params) > printed.params_slack:
-        return False
-    if known.flops_per_token is None:
-        return True
-    flops = 6 * count + 12 * shape.n_layer * shape.n_embd * shape.block_size
-    return abs(flops - known.flops_per_token) <= FLOPS_SLACK * known.flops_per_token
+    return shape.vocab_size * shape.n_embd + blocks + vectors(shape.n_layer, shape.bias) * shape.n_embd
+
+
+def _has_flops(shape: Shape, flops_per_token: float) -> bool:
+    flops = 6 * _count(shape) + 12 * shape.n_layer * shape.n_embd * shape.block_size
+    return abs(flops - flops_per_token) <= FLOPS_SLACK * flops_per_token

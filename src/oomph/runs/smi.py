@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from oomph.runs.builder import Builder
+from oomph.runs.columns import Spans
 
 _NAME_ROW = re.compile(r"\|\s+(\d{1,3})\s+(\S.{1,60}?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM|ERR!)?\s*\|\s+[0-9A-Fa-f]{4,8}:")
 _USE_ROW = re.compile(r"(\d{1,8})\s?MiB\s*/\s*(\d{1,8})\s?MiB")
@@ -81,6 +83,7 @@ def header(builder: Builder, line: str) -> None:
         builder.follower = lambda row: _process_cells(builder, names, _cells(row))
     elif "memory.used" in names or "memory.total" in names:
         builder.follower = lambda row: _gpu_cells(builder, names, _cells(row))
+        builder.columnar = (partial(_row_spans, names), partial(_take_rows, builder))
 
 
 def _cells(line: str) -> list[str]:
@@ -109,6 +112,34 @@ def _gpu_cells(builder: Builder, names: Sequence[str], cells: Sequence[str]) -> 
         used = total - numbers["memory.free"]
     _reading(builder, index, used, total, more)
     return True
+
+
+def _row_spans(names: Sequence[str], line: str) -> Spans | None:
+    """Where the numbers of a row stand."""
+    wanted = {**_GPU_COLUMNS, "index": "index", "memory.total": "total_mib"}
+    cells = line.split(",")
+    if len(cells) != len(names) or "memory.used" not in names:
+        return None
+    spans, start = {}, 0
+    for name, cell in zip(names, cells, strict=True):
+        if name in wanted and (match := _CELL.match(cell.strip())):
+            begin = start + len(cell) - len(cell.lstrip())
+            spans[wanted[name]] = (begin, begin + match.end(1))
+        start += len(cell) + 1
+    return spans if "used_mib" in spans else None
+
+
+def _take_rows(builder: Builder, columns: dict[str, list[float]]) -> None:
+    """Rows read together; those of several cards told apart."""
+    indices = columns.pop("index", [0.0] * len(columns["used_mib"]))
+    totals = columns.pop("total_mib", None)
+    for index in set(indices):
+        gpu = builder.gpu(int(index))
+        rows = [row for row, each in enumerate(indices) if each == index]
+        if totals is not None:
+            gpu.total_mib = totals[rows[-1]]
+        mine = {name: [values[row] for row in rows] for name, values in columns.items()}
+        gpu.readings.extend({"reading": range(gpu.readings.count, gpu.readings.count + len(rows)), **mine})
 
 
 def _process_cells(builder: Builder, names: Sequence[str], cells: Sequence[str]) -> bool:
@@ -148,16 +179,14 @@ def bare_row(builder: Builder, line: str) -> None:
     _reading(builder, index, used, total, more)
 
 
-HANDLERS = (
-    ("memory.used", header),
-    ("memory.total", header),
-    ("used_memory", header),
-    ("used_gpu_memory", header),
-    ("MiB", use_row),
-    ("NVIDIA", name_row),
-    ("GeForce", name_row),
-    ("Tesla", name_row),
-    ("Quadro", name_row),
-    (":00.0 ", name_row),
-    (" MiB", bare_row),
-)
+WORDS = {
+    "|": (name_row,),
+    "MiB": (use_row, bare_row),
+    "MiB,": (bare_row,),
+}
+PARTS = {
+    "memoryused": (header,),
+    "memorytotal": (header,),
+    "used_memory": (header,),
+    "used_gpu_memory": (header,),
+}

@@ -1,10 +1,11 @@
-"""The lines of nanochat and build-nanogpt: "step … | loss: … | dt: …ms | tok/sec: …", and what they print around them."""
+"""The lines of nanochat and build-nanogpt: "step … | loss: … | dt: …ms | tok/sec: …", and what stands around them."""
 
 from __future__ import annotations
 
 import re
 
 from oomph.runs.builder import Builder
+from oomph.runs.columns import Spans
 from oomph.runs.model import STEADY, WARMING_UP
 
 _STEP = re.compile(
@@ -55,8 +56,27 @@ def step_line(builder: Builder, line: str) -> None:
     _tokens(builder, row)
 
 
+def step_spans(line: str) -> Spans | None:
+    """Where the values of a step line stand."""
+    match = _STEP.search(line)
+    if match is None or len(_STEP_BEGINS.findall(line)) != 1:
+        return None
+    spans = {"step": match.span(1), "loss": match.span(3)}
+    begin = match.start(4)
+    for field in _FIELD.finditer(match[4]):
+        if field[1] in _COLUMNS:
+            spans[_COLUMNS[field[1]]] = (begin + field.start(2), begin + field.end(2))
+    return spans
+
+
+def take_steps(builder: Builder, columns: dict[str, list[float]]) -> None:
+    """Steps read together."""
+    columns["kind"] = [STEADY] * len(columns["step"])
+    builder.run.steps.extend(columns)
+
+
 def _tokens(builder: Builder, row: dict[str, float]) -> None:
-    """Tokens a step from the printed rate, where nothing else told them. The rate is a whole number: known to a part."""
+    """Tokens a step from the printed rate, where nothing else tells them: rounded, but a multiple of 1024."""
     printed = builder.run.printed
     ms, rate = row.get("ms"), row.get("tokens_per_s")
     if printed.tokens_per_step is None and ms and rate and rate > 0:
@@ -147,27 +167,27 @@ def shape(builder: Builder, line: str) -> None:
         builder.setting("block_size" if match[1] == "sequence_len" else match[1], int(match[2]))
 
 
-HANDLERS = (
-    (" loss: ", step_line),
-    ("alidation ", validation),
-    (" val ", log_file),
-    (" train ", log_file),
-    ("Vocab size: ", once),
-    ("Tokens / micro-batch / rank: ", once),
-    ("otal batch size ", once),
-    ("total desired batch size: ", once),
-    ("calculated gradient accumulation", once),
-    ("number of iterations", once),
-    ("Estimated FLOPs per token: ", once),
-    ("eak memory usage: ", once),
-    ("COMPUTE_DTYPE: ", once),
-    (" | Peak FLOPS", once),
-    ("num_layers: ", shape),
-    ("model_dim: ", shape),
-    ("num_heads: ", shape),
-    ('"sequence_len": ', shape),
-    ('"vocab_size": ', shape),
-    ('"n_layer": ', shape),
-    ('"n_head": ', shape),
-    ('"n_embd": ', shape),
-)
+WORDS = {
+    "loss:": (step_line, validation),
+    "bpb:": (validation,),
+    "val": (log_file,),
+    "train": (log_file,),
+    "size:": (once,),
+    "size": (once,),
+    "/": (once,),
+    "accumulation": (once,),
+    "iterations": (once,),
+    "iterations:": (once,),
+    "FLOPs": (once,),
+    "usage:": (once,),
+    "COMPUTE_DTYPE:": (once,),
+    "FLOPS": (once,),
+    "num_layers:": (shape,),
+    "model_dim:": (shape,),
+    "num_heads:": (shape,),
+    '"sequence_len":': (shape,),
+    '"vocab_size":': (shape,),
+    '"n_layer":': (shape,),
+    '"n_head":': (shape,),
+    '"n_embd":': (shape,),
+}

@@ -1,0 +1,122 @@
+"""How fast logs are read, and in how much memory: MB/s on one core for each kind of log.
+
+    python benchmarks/read_logs.py [--mb 100]
+
+The logs are made up in memory and handed out in pieces, so that no disk is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+from oomph.runs.builder import Builder
+from oomph.runs.reader import read_stream
+
+Line = Callable[[int, random.Random], str]
+
+
+def nanogpt(step: int, draw: random.Random) -> str:
+    """A nanoGPT step, with an evaluation every 500."""
+    mark = "" if step % 500 else f"step {step}: train loss 3.2100, val loss 3.2345\nsaving checkpoint to out\n"
+    return f"{mark}iter {step}: loss {draw.uniform(2, 4):.4f}, time {draw.uniform(3900, 3920):.2f}ms, mfu 12.90%\n"
+
+
+def labelled(step: int, draw: random.Random) -> str:
+    """The same behind a launcher's label and in colour, with Windows line ends."""
+    return f"\x1b[32m[rank0]:\x1b[0m iter {step}: loss {draw.uniform(2, 4):.4f}, time 3900.00ms, mfu 12.90%\r\n"
+
+
+def nanochat(step: int, draw: random.Random) -> str:
+    return (
+        f"step {step:05d}/21400 ({step / 214:.2f}%) | loss: {draw.uniform(2, 4):.6f} | lrm: 1.00 | dt: 1234.56ms | "
+        "tok/sec: 424,675 | bf16_mfu: 47.21 | epoch: 1 pq: 3 rg: 5 | total time: 12.34m | eta: 400.1m\n"
+    )
+
+
+def build_nanogpt(step: int, draw: random.Random) -> str:
+    return (
+        f"step {step:5d} | loss: {draw.uniform(2, 4):.6f} | lr 6.0000e-04 | norm: 0.3123 | "
+        "dt: 335.12ms | tok/sec: 1564480.12\n"
+    )
+
+
+def metrics(step: int, draw: random.Random) -> str:
+    line = {"step": step, "tokens": step * 524288, "loss": draw.uniform(2, 4), "lr": 6e-4, "grad_norm": 0.31}
+    return json.dumps(line | {"step_ms": 3901.2, "tokens_per_s": 134390.1, "mfu": 0.69, "memory_mib": 4464.0}) + "\n"
+
+
+def nvidia_smi(step: int, draw: random.Random) -> str:
+    head = "timestamp, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%], power.draw [W]\n"
+    used = draw.randrange(6000, 7000)
+    row = f"2025/11/15 10:00:00.000, NVIDIA GeForce RTX 4070, {used} MiB, 12282 MiB, 97 %, 181.20 W\n"
+    return row if step else head + row
+
+
+def noise(step: int, draw: random.Random) -> str:
+    return f"wandb: WARNING something of no interest at all happened, number {step}, {draw.random():.6f}\n"
+
+
+KINDS: dict[str, Line] = {
+    "nanoGPT": nanogpt,
+    "nanoGPT, labelled and coloured": labelled,
+    "nanochat": nanochat,
+    "build-nanogpt": build_nanogpt,
+    "metrics.jsonl": metrics,
+    "nvidia-smi csv": nvidia_smi,
+    "noise": noise,
+}
+
+
+class Repeated(io.RawIOBase):
+    """A stream that hands out a text again and again until so many bytes are out."""
+
+    def __init__(self, block: bytes, size: int) -> None:
+        super().__init__()
+        self._source = self._pieces(block, size)
+        self.sent = 0
+
+    def _pieces(self, block: bytes, size: int) -> Iterator[bytes]:
+        while self.sent < size:
+            self.sent += len(block)
+            for start in range(0, len(block), 1 << 17):
+                yield block[start : start + (1 << 17)]
+
+    def read(self, _size: int = -1) -> bytes:
+        return next(self._source, b"")
+
+
+def measure(line: Line, size: int) -> tuple[float, float, int]:
+    """(MB/s, MiB of Python objects at the peak, lines that could not be read)."""
+    draw = random.Random(0)
+    block = "".join(line(step, draw) for step in range(50_000)).encode()
+    best = 0.0
+    for _ in range(2):
+        stream, builder = Repeated(block, size), Builder("benchmark")
+        began = time.process_time()
+        read_stream(builder, stream, "benchmark")  # type: ignore[arg-type]
+        best = max(best, stream.sent / 1e6 / (time.process_time() - began))
+    tracemalloc.start()
+    read_stream(Builder("benchmark"), Repeated(block, min(size, 10_000_000)), "benchmark")  # type: ignore[arg-type]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return best, peak / 2**20, builder.run.unreadable_count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, default=100.0, help="size of each log in millions of bytes")
+    size = int(parser.parse_args().mb * 1e6)
+    print(f"{'log':32} {'MB/s':>8} {'peak MiB':>9} {'unread':>7}")
+    for name, line in KINDS.items():
+        speed, peak, unread = measure(line, size)
+        print(f"{name:32} {speed:8.1f} {peak:9.1f} {unread:7,}")
+
+
+if __name__ == "__main__":
+    main()

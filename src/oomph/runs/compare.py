@@ -1,0 +1,192 @@
+"""Runs held against each other: what differs, how fast, how good, who wins at what, and what cannot be said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from oomph.errors import InputError, Problem
+from oomph.runs import losses
+from oomph.runs.forecast import Forecast
+from oomph.runs.losses import Losses
+from oomph.runs.measured import Measured, measure
+from oomph.runs.model import Run
+from oomph.runs.verdicts import Verdict, expected_end, verdicts
+
+# Keys that say where a run was kept, not what it was.
+_LABELS = frozenset(
+    ("out_dir", "wandb_log", "wandb_project", "wandb_run_name", "always_save_checkpoint", "log_interval", "trainer")
+)
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One figure of each run; None where the log does not tell."""
+
+    unit: str
+    values: list[float | None]
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome. `to_dict` is the JSON contract."""
+
+    measured: list[Measured]
+    runs: list[str]
+    differences: dict[str, list[Any]]
+    metrics: dict[str, Metric]
+    losses: list[Losses]
+    verdicts: list[Verdict]
+    not_comparable: list[str]
+    notes: list[str]
+    forecasts: dict[str, Forecast]  # of each run's validation loss at its end, or twice as far as it got
+
+    def to_dict(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        return {
+            "runs": self.runs,
+            "differences": self.differences,
+            "metrics": msgspec.to_builtins(self.metrics),
+            "losses": msgspec.to_builtins(self.losses),
+            "verdicts": msgspec.to_builtins(self.verdicts),
+            "not_comparable": self.not_comparable,
+            "notes": self.notes,
+            "forecasts": msgspec.to_builtins(self.forecasts),
+        }
+
+
+def compare(runs: Sequence[Run], gpu: str | None = None) -> Comparison:
+    """The runs side by side. `gpu` names the card of runs whose logs do not. Raises `InputError` for fewer than two."""
+    if len(runs) < 2:
+        raise InputError(Problem("compare", "too few runs", found=str(len(runs)), allowed="at least two"))
+    measured = [_measure(run, gpu) for run in _named_apart(runs)]
+    kind = losses.kind_for(measured)
+    same = [losses.at_axis(measured, at, kind) for at in losses.AXES]
+    return Comparison(
+        measured=measured,
+        runs=[run.name for run in measured],
+        differences=_differences(measured),
+        metrics=_metrics(measured),
+        losses=same,
+        verdicts=verdicts(measured, same),
+        not_comparable=_not_comparable(measured, kind),
+        notes=_notes(measured),
+        forecasts={run.name: found for run in measured if (found := expected_end(run)) is not None},
+    )
+
+
+def _measure(run: Run, gpu: str | None) -> Measured:
+    found = measure(run)
+    return measure(run, gpu) if found.inference.card.device is None and gpu is not None else found
+
+
+def _named_apart(runs: Sequence[Run]) -> list[Run]:
+    """Two runs of one name (two folders' train.log) become "name" and "name 2"."""
+    seen: dict[str, int] = {}
+    named = []
+    for run in runs:
+        seen[run.name] = seen.get(run.name, 0) + 1
+        again = seen[run.name] > 1
+        named.append(msgspec.structs.replace(run, name=f"{run.name} {seen[run.name]}") if again else run)
+    return named
+
+
+def _differences(runs: Sequence[Measured]) -> dict[str, list[Any]]:
+    """Settings that are known of every run and not all the same."""
+    names = dict.fromkeys(key for run in runs for key in run.inference.settings if key not in _LABELS)
+    found: dict[str, list[Any]] = {}
+    for key in names:
+        values = [run.value(key) for run in runs]
+        if all(key in run.inference.settings for run in runs) and any(value != values[0] for value in values):
+            found[key] = values
+    return found
+
+
+def _metrics(runs: Sequence[Measured]) -> dict[str, Metric]:
+    def of(unit: str, figure: Callable[[Measured], float | None]) -> Metric:
+        return Metric(unit, [figure(run) for run in runs])
+
+    metrics = {
+        "params": of("", lambda run: run.params),
+        "tokens_per_step": of("tokens", lambda run: run.tokens_per_step),
+        "step_ms": of("ms", lambda run: run.pace.step_ms if run.pace else None),
+        "tokens_per_s": of("tokens/s", lambda run: run.tokens_per_s),
+        "flops_per_token": of("FLOP", lambda run: run.flops_per_token),
+        "tflops": of("TFLOPS", lambda run: run.tflops),
+        "mfu_nanogpt": of("of 312 TFLOPS", lambda run: run.mfu_nanogpt),
+        "mfu": of("of the card's peak", lambda run: run.mfu),
+        "memory_mib": of("MiB", lambda run: (run.memory_mib() or (None,))[0]),
+        "steps": of("steps", lambda run: run.run.last_step),
+        "tokens": of("tokens", _tokens),
+        "train_hours": of("h", lambda run: _reached(run, "hours")),
+        "best_val_loss": of("nats", lambda run: _lowest(run)),
+        "val_noise": of("nats", losses.val_noise),
+    }
+    return {name: metric for name, metric in metrics.items() if any(value is not None for value in metric.values)}
+
+
+def _tokens(run: Measured) -> float | None:
+    return _reached(run, "tokens")
+
+
+def _reached(run: Measured, at: losses.At) -> float | None:
+    last, each = run.run.last_step, losses.scale(run, at)
+    return last * each if last is not None and each else None
+
+
+def _lowest(run: Measured) -> float | None:
+    total = run.run.evals.totals["val_loss"]
+    return total.low if total.count else None
+
+
+def _not_comparable(runs: Sequence[Measured], kind: str) -> list[str]:
+    found = []
+    for key, text in (
+        (
+            "vocab_size",
+            "the vocabularies differ: a loss is per token, and a token is not the same text",
+        ),
+        ("dataset", "the data differ: losses over different text are not the same measure"),
+        ("block_size", "the contexts differ: a longer one lowers the loss of the same model"),
+        ("eval_iters", "the evaluations read different numbers of batches: their noise differs"),
+    ):
+        values = [run.value(key) for run in runs]
+        if None not in values and len(set(values)) > 1:
+            found.append(f"{text} ({_listed(values)})")
+    schedules = [run.value("max_iters") for run in runs]
+    if None not in schedules and len(set(schedules)) > 1 and any(run.value("decay_lr") for run in runs):
+        found.append(
+            f"the schedules end at different steps ({_listed(schedules)}): losses before the end favour the shorter"
+        )
+    tokens = [run.tokens_per_step for run in runs]
+    if None not in tokens and len(set(tokens)) > 1:
+        found.append(f"a step is not the same tokens ({_listed(tokens)}): losses at the same step mean little")
+    cards = [device.name for run in runs if (device := run.inference.card.device) is not None]
+    if len(set(cards)) > 1:
+        found.append(f"the cards differ ({_listed(cards)}): times compare the cards too")
+    if kind == "train":
+        found.append("not every run has a validation loss: training losses, which dropout and luck of the batch move")
+    kinds = [found_mib[1] for run in runs if (found_mib := run.memory_mib()) is not None]
+    if len(set(kinds)) > 1:
+        found.append(f"memory was read in different places ({_listed(kinds)})")
+    found += [f"{run.name} has no step that was timed" for run in runs if run.pace is None]
+    found += [f"{run.name} ran out of memory" for run in runs if run.run.ooms]
+    return found
+
+
+def _listed(values: Sequence[object]) -> str:
+    return " against ".join(f"{value:,}" if type(value) is int else str(value) for value in values)
+
+
+def _notes(runs: Sequence[Measured]) -> list[str]:
+    notes = []
+    tokens = {run.tokens_per_step for run in runs}
+    accumulation = [run.value("gradient_accumulation_steps") for run in runs]
+    if len(tokens) == 1 and None not in tokens and len(set(accumulation)) > 1:
+        notes.append(
+            f"accumulation differs ({_listed(accumulation)}), but an optimizer step is {tokens.pop():,} tokens in all: "
+            "the same number of optimizer steps for the same tokens"
+        )
+    notes += [f"{run.name}: {note}" for run in runs for note in (*run.run.notes, *run.inference.notes)]
+    notes += [f"{run.name}: {text}" for run in runs for text in run.inference.contradictions]
+    return notes

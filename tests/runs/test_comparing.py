@@ -1,0 +1,158 @@
+"""Two runs side by side: the figures of the measured runs B and C, and who wins at what."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import simulate
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomph.config import TrainConfig
+from oomph.errors import InputError
+from oomph.runs import Comparison, compare, measure, read_text
+from oomph.runs.losses import interpolate
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    runs = [read_text(simulate.run_b(), "B"), read_text(simulate.run_c(), "C")]
+    return compare(runs, "RTX 4070")
+
+
+def verdict(comparison: Comparison, goal: str) -> tuple[str | None, str]:
+    chosen = next(each for each in comparison.verdicts if each.goal == goal)
+    return chosen.winner, chosen.reason
+
+
+def test_settings_that_differ_are_shown_and_no_others(found: Comparison) -> None:
+    assert found.differences == {
+        "n_embd": [384, 768],
+        "batch_size": [16, 8],
+        "gradient_accumulation_steps": [32, 64],
+        "learning_rate": [1e-3, 3e-4],
+    }
+
+
+def test_tokens_a_second_are_134_and_56_thousand(found: Comparison) -> None:
+    assert found.metrics["tokens_per_step"].values == [524288, 524288]
+    assert found.metrics["tokens_per_s"].values == pytest.approx([134_089, 56_134], rel=1e-3)
+    assert found.metrics["params"].values == pytest.approx([40.56e6, 123.59e6], rel=1e-3)
+
+
+def test_mfu_is_12_9_and_15_4_by_nanogpt_and_69_and_82_by_the_cards_own_peak(found: Comparison) -> None:
+    assert found.metrics["tflops"].values == pytest.approx([40.2, 48.0], abs=0.06)
+    assert found.metrics["mfu_nanogpt"].values == pytest.approx([0.129, 0.154], abs=0.0005)
+    assert found.metrics["mfu"].values == pytest.approx([0.69, 0.82], abs=0.005)
+
+
+def test_the_smaller_model_is_faster_and_the_wider_uses_the_card_better(found: Comparison) -> None:
+    assert verdict(found, "raw speed")[0] == "B"
+    winner, reason = verdict(found, "hardware use")
+    assert winner == "C"
+    assert "wider (768 against 384)" in reason
+    assert "B 39% against C 27%" in reason
+    margin = next(each.margin for each in found.verdicts if each.goal == "hardware use")
+    assert margin == pytest.approx(0.19, abs=0.005)
+
+
+def test_losses_at_the_same_tokens_favour_c_and_at_the_same_hours_b(found: Comparison) -> None:
+    at_step = next(each for each in found.losses if each.at == "step")
+    assert [(point.x, point.values, point.how) for point in at_step.points] == [(500, [5.5328, 5.5194], "read")]
+    assert verdict(found, "quality per token")[0] == "C"
+    winner, reason = verdict(found, "quality per hour")
+    assert winner == "B"
+    assert "lower and sooner" in reason
+    assert verdict(found, "quality per FLOP")[0] == "B"
+
+
+def test_unfinished_runs_have_no_winner_at_the_end(found: Comparison) -> None:
+    winner, reason = verdict(found, "final loss")
+    assert winner is None
+    assert "not finished" in reason
+
+
+def test_more_accumulation_is_not_fewer_optimizer_steps(found: Comparison) -> None:
+    assert any("the same number of optimizer steps for the same tokens" in note for note in found.notes)
+
+
+def test_the_json_has_the_documented_parts(found: Comparison) -> None:
+    import json
+
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert {"runs", "differences", "metrics", "losses", "verdicts", "not_comparable"} <= plain.keys()
+    assert plain["runs"] == ["B", "C"]
+    assert {"goal", "winner", "margin", "reason"} <= plain["verdicts"][0].keys()
+    assert plain["metrics"]["step_ms"]["unit"] == "ms"
+
+
+def log(config: TrainConfig, vals: dict[int, float], count: int = 2001) -> str:
+    keys = (*simulate.RUN, "eval_iters")
+    return simulate.text(simulate.preamble(config, keys), simulate.steps(config, count, 100.0, vals=vals))
+
+
+def test_a_difference_within_the_noise_is_a_draw() -> None:
+    config = TrainConfig(max_iters=2000, eval_iters=20, batch_size=1, block_size=256, eval_interval=1000)
+    runs = [read_text(log(config, {0: 11, 1000: 4.0, 2000: last}), name) for name, last in (("x", 3.51), ("y", 3.50))]
+    winner, reason = verdict(compare(runs), "quality per token")
+    assert winner is None
+    assert "a draw" in reason
+
+
+def test_a_difference_beyond_the_noise_is_a_win() -> None:
+    config = TrainConfig(max_iters=2000, eval_interval=1000)
+    runs = [read_text(log(config, {0: 11, 1000: 4.0, 2000: last}), name) for name, last in (("x", 3.51), ("y", 3.50))]
+    assert verdict(compare(runs), "quality per token")[0] == "y"
+    assert verdict(compare(runs), "final loss")[0] == "y"
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    one = TrainConfig(max_iters=100, dataset="fineweb", eval_interval=50)
+    other = TrainConfig(max_iters=200, dataset="shakespeare_char", vocab_size=65, block_size=256, eval_interval=50)
+    found = compare([read_text(log(one, {}, 101), "x"), read_text(log(other, {}, 101), "y")])
+    text = " ".join(found.not_comparable)
+    for word in ("vocabularies", "data differ", "contexts", "schedules", "not the same tokens"):
+        assert word in text
+
+
+def test_a_run_that_ran_out_of_memory_can_stand_beside_another() -> None:
+    found = compare([read_text(simulate.run_c(), "C"), read_text(simulate.run_d(), "D")])
+    assert "D ran out of memory" in found.not_comparable
+    assert verdict(found, "raw speed")[0] is None
+
+
+def test_names_are_told_apart() -> None:
+    assert compare([read_text(simulate.run_c(), "C"), read_text(simulate.run_d(), "C")]).runs == ["C", "C 2"]
+
+
+def test_one_run_is_too_few() -> None:
+    with pytest.raises(InputError, match="at least two"):
+        compare([read_text("")])
+
+
+@given(
+    st.dictionaries(st.integers(1, 10**6), st.floats(0, 12), min_size=1, max_size=20),
+    st.floats(1, 10**6),
+)
+def test_interpolation_stays_between_the_points(points: dict[int, float], x: float) -> None:
+    ordered = sorted((float(key), value) for key, value in points.items())
+    value = interpolate(ordered, x)
+    assert min(points.values()) - 1e-9 <= value <= max(points.values()) + 1e-9
+    for key, known in ordered:
+        assert math.isclose(interpolate(ordered, key), known, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def test_steps_with_an_evaluation_or_a_warm_up_do_not_move_the_step_time() -> None:
+    found = measure(read_text(simulate.run_b(), "B")).pace
+    assert found is not None
+    assert 3900 <= found.step_ms <= 3920
+    assert found.high_ms < 3925
+    assert found.evaluation_ms == pytest.approx(15 * 3910, rel=0.01)
+    assert found.first_ms is not None
+    assert found.first_ms > 28_000
+    assert found.stalled == 0
+
+
+def test_memory_is_the_processs_where_nvidia_smi_shows_it() -> None:
+    assert measure(read_text(simulate.run_a(), "A")).memory_mib() == (4464, "nvidia-smi, the process")

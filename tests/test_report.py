@@ -1,0 +1,80 @@
+"""What the report says about runs that were guessed about: who holds the peak, in which share, what would remove it."""
+
+from __future__ import annotations
+
+import pytest
+
+import oomph
+from oomph.report import peak
+from oomph.report.palette import segments
+from oomph.report.summary import summarise
+from oomph.report.timeline import sparkline
+from oomph.step.ops import Kind
+
+RUN_A = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512, "batch_size": 16, "gradient_accumulation_steps": 4}
+RUN_D = {"batch_size": 16, "gradient_accumulation_steps": 32}
+
+
+def share_of_logits(plan: oomph.Plan) -> float:
+    parts = {part.name: part.mib for part in plan.memory.breakdown}
+    return parts[Kind.LOGITS.value] / plan.memory.allocated_mib
+
+
+def test_run_d_compiled_holds_three_logits_and_needs_but_one_to_fit() -> None:
+    plan = oomph.plan(RUN_D, "RTX 4070")
+    text = " ".join(peak.sentences(plan))
+    assert plan.memory.fits is False
+    assert "3 buffers of the logits' size (16 × 1024 tokens × 50304 words)" in text
+    assert "4,716 MiB" in text
+    assert "returns the loss alone" in text
+    assert "the run would fit" in text
+    assert 0.35 < share_of_logits(plan) < 0.42
+
+
+def test_run_ds_layers_keep_about_five_and_a_half_gib_not_nine() -> None:
+    plan = oomph.plan(RUN_D, "RTX 4070")
+    kinds = (Kind.ACTIVATIONS, Kind.ATTENTION)
+    held_gib = sum(b.bytes for b in plan.memory.peak.live if b.kind in kinds) / 2**30
+    assert 5.0 < held_gib < 5.7
+
+
+def test_run_d_eager_peaks_in_the_losss_backward_and_more_than_half_is_logits() -> None:
+    plan = oomph.plan(RUN_D | {"compile": False}, "RTX 4070")
+    assert "backward: loss" in plan.memory.peak_at
+    assert 16 < plan.memory.allocated_mib / 1024 < 17
+    assert share_of_logits(plan) > 0.5
+
+
+def test_run_as_missing_gibibytes_are_its_logits() -> None:
+    plan = oomph.plan(RUN_A | {"dtype": "float16"}, "RTX 4070")
+    assert share_of_logits(plan) > 0.5
+    assert plan.memory.total_mib == pytest.approx(4464, rel=0.08)  # what nvidia-smi showed for the process
+
+
+def test_compiling_saves_memory_rather_than_costing_any() -> None:
+    compiled, eager = (oomph.plan(RUN_D | {"compile": value}, "RTX 4070").memory for value in (True, False))
+    assert compiled.allocated_mib < 0.75 * eager.allocated_mib
+
+
+def test_tf32_saves_no_memory() -> None:
+    plans = [oomph.plan(RUN_A | {"dtype": "float32", "allow_tf32": value}, "RTX 4070") for value in (True, False)]
+    assert plans[0].memory.total_mib == plans[1].memory.total_mib
+
+
+def test_the_bars_cells_add_up_to_its_length() -> None:
+    parts = (("parameters", 33.3), ("gradients", 33.3), ("activations", 33.4))
+    assert sum(width for _, width in segments(parts, 100.0, 40)) == 40
+    assert sum(width for _, width in segments(parts, 200.0, 40)) == 20
+
+
+def test_the_line_over_a_step_is_as_wide_as_asked_and_full_at_the_peak() -> None:
+    line, names = sparkline(oomph.plan(RUN_A, "RTX 4070"), 60)
+    assert len(line) == 60
+    assert "█" in line
+    assert "micro-step 1" in names
+
+
+def test_the_summary_of_a_measured_step_has_one_pace() -> None:
+    summary = summarise([oomph.plan(RUN_D, "RTX 4070", step_ms=9340.0)])
+    assert [pace.case for pace in summary.paces] == ["as given"]
+    assert summary.paces[0].step == "9.34 s"
