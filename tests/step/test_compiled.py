@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from trace_gpt import Gpt
 
 from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak, timeline
 from oomph.step import gpt_compiled
 from oomph.step.compiled import compiled
 from oomph.step.ops import Kernel, Kind, Step
-from trace_gpt import Gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 
@@ -55,11 +55,10 @@ def planned(settings: TrainConfig, cuda: bool = True, first: bool = False) -> St
 
 def peaks(step: Step, rounding_bytes: int = 512) -> dict[str, int]:
     """The fullest moment of each training section."""
-    found: dict[str, int] = {}
-    for moment in timeline(step, rounding_bytes):
-        if not moment.section.startswith("evaluation"):
-            found[moment.section] = max(found.get(moment.section, 0), moment.allocated_bytes)
-    return found
+    found = timeline(step, rounding_bytes)
+    ends = [first for _, first in found.sections[1:]] + [len(found.ops)]
+    spans = {name: found.total_bytes[first:end] for (name, first), end in zip(found.sections, ends, strict=True)}
+    return {name: max(span) for name, span in spans.items() if not name.startswith("evaluation")}
 
 
 def assert_agrees(settings: TrainConfig, cuda: bool = True, first: bool = False) -> None:
@@ -113,9 +112,8 @@ def test_arithmetic_is_within_one_percent_of_inductors_plan_for_the_cpu(returns:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("returns", [True, False])
 def test_arithmetic_is_within_one_percent_at_gpt2s_own_width_and_vocabulary(returns: bool) -> None:
-    assert_agrees(
-        config(n_layer=3, n_head=12, n_embd=768, vocab_size=50304, block_size=1024, batch_size=16, return_logits=returns)
-    )
+    gpt2 = {"n_head": 12, "n_embd": 768, "vocab_size": 50304, "block_size": 1024}
+    assert_agrees(config(n_layer=3, batch_size=16, return_logits=returns, **gpt2))
 
 
 class Small(nn.Module):
@@ -155,11 +153,11 @@ SHAPES = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("returns", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_plan_is_within_three_percent_of_what_a_compiled_step_allocates(shape: dict[str, Any], returns: bool) -> None:
+def test_the_plan_is_within_three_percent_of_a_real_compiled_step(shape: dict[str, Any], returns: bool) -> None:
     settings = config(dtype="float32", return_logits=returns, optimizer_loop="forloop", **shape)
-    step = planned(settings, cuda=False)
-    resident = sum(buffer.bytes for buffer in step.resident)
-    predicted = max(size for name, size in peaks(step, 1).items() if name.startswith("micro")) - resident
+    step = planned(settings, cuda=False, first=True)
+    weights = sum(buffer.bytes for buffer in step.resident if buffer.kind is Kind.PARAMETERS)
+    predicted = max(size for name, size in peaks(step, 1).items() if name.startswith("micro")) - weights
     assert predicted == pytest.approx(measured_rise(settings), rel=0.03)
 
 
@@ -185,11 +183,13 @@ def measured_rise(settings: TrainConfig) -> int:
             held["loss"].backward()
 
     held["batch"] = fetch()
-    run(2)  # compiles, and leaves the loop's variables as a later step finds them
+    run(2)  # compiles
+    held.clear()  # the profiler does not see what is freed that it has not seen allocated
     for parameter in model.parameters():
         parameter.grad = None
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        held["batch"] = fetch()
         run(3)
     results = recorded.profiler.kineto_results.events()
     events = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(results) if e.name() == "[memory]")

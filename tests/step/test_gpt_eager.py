@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from trace_gpt import movements, rounded, traced
 
 from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak
 from oomph.step import gpt, gpt_eager
 from oomph.step.ops import Kind, Phase
-from trace_gpt import movements, rounded, traced
 
 
 def config_of(**keys: object) -> TrainConfig:
@@ -34,17 +34,16 @@ GPT2 = {
 def gpu_configs(draw: st.DrawFn) -> TrainConfig:
     """Any option that a trace knows, on a small model of any shape."""
     heads, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(["bfloat16", "float16", "float32"]))
-    optimizer = draw(st.sampled_from(["adamw", "adamw", "sgd", "muon"]))
-    loops = ["fused"] if dtype == "float16" else ["fused", "foreach", "forloop"]  # a fake verdict cannot be read
-    layers = draw(st.integers(1, 3))
+    layers = draw(st.integers(1, 2))
     return config_of(
         n_layer=layers,
         n_head=heads,
-        n_embd=heads * 8 * draw(st.integers(1, 5)),
+        n_embd=heads * draw(st.integers(2, 40)),
         block_size=draw(st.integers(2, 150)),
         batch_size=draw(st.integers(1, 4)),
         vocab_size=draw(st.integers(3, 900)),
-        gradient_accumulation_steps=draw(st.integers(1, 5)),
+        gradient_accumulation_steps=draw(st.sampled_from([1, 2, 2, 3, 5])),
+        trainer=draw(st.sampled_from(["nanogpt", "oomph"])),
         dtype=dtype,
         autocast=dtype != "bfloat16" or draw(st.booleans()),
         dropout=draw(st.sampled_from([0.0, 0.1])),
@@ -54,8 +53,8 @@ def gpu_configs(draw: st.DrawFn) -> TrainConfig:
         return_logits=draw(st.booleans()),
         checkpoint_layers=draw(st.integers(0, layers)),
         loss_chunk=draw(st.sampled_from([0, 0, 37, 64])),
-        optimizer=optimizer,
-        optimizer_loop="fused" if optimizer == "sgd" and dtype == "float16" else draw(st.sampled_from(loops)),
+        optimizer=draw(st.sampled_from(["adamw", "adamw", "sgd", "muon"])),
+        optimizer_loop=draw(st.sampled_from(["fused", "foreach", "forloop"])),
         grad_clip=draw(st.sampled_from([0.0, 1.0])),
     )
 
@@ -69,7 +68,7 @@ def cpu_configs(draw: st.DrawFn) -> TrainConfig:
         optimizer_loop="forloop",
         n_layer=layers,
         n_head=heads,
-        n_embd=heads * draw(st.integers(1, 24)),
+        n_embd=heads * draw(st.integers(2, 24)),
         block_size=draw(st.integers(2, 300)),
         batch_size=draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(3, 500)),
@@ -92,7 +91,7 @@ def check_equal(config: TrainConfig, cuda: bool, first: bool) -> None:
         assert movements(ours, rounding) == movements(theirs, rounding), ours.name
 
 
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LONG = settings(QUICK, max_examples=250)
 
 
@@ -102,7 +101,7 @@ def test_every_operation_on_a_gpu_moves_the_bytes_that_a_trace_sees(config: Trai
     check_equal(config, cuda=True, first=first)
 
 
-@settings(QUICK, max_examples=12)
+@settings(QUICK, max_examples=6)
 @given(cpu_configs(), st.booleans())
 def test_every_operation_on_a_cpu_moves_the_bytes_that_a_trace_sees(config: TrainConfig, first: bool) -> None:
     check_equal(config, cuda=False, first=first)
@@ -182,7 +181,9 @@ def test_evaluation_holds_the_training_loops_logits_too() -> None:
 def test_operations_count_the_flops_of_the_usual_formula() -> None:
     config = config_of(**GPT2)
     step = gpt.build(config)
-    done = sum(op.flops * section.times for section in step.sections for op in section.ops if op.phase is not Phase.EVAL)
+    done = sum(
+        op.flops * section.times for section in step.sections for op in section.ops if op.phase is not Phase.EVAL
+    )
     tokens = config.batch_size * config.block_size * config.gradient_accumulation_steps
     matrices = config.vocab_size * config.n_embd + config.n_layer * 12 * config.n_embd**2
     attention = 2 * (config.block_size + 1) * config.n_embd * config.n_layer * 7 // 2

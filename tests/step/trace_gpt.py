@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Buffer, Section, Step
 from oomph.step.trace import trace
+from oomph.training.loss import chunked_loss
 
 
 class Norm(nn.Module):
@@ -57,8 +58,7 @@ class Feedforward(nn.Module):
         x = self.c_fc(x)
         x = self.gelu(x)
         x = self.c_proj(x)
-        x = self.dropout(x)
-        return x
+        return self.dropout(x)
 
 
 class Block(nn.Module):
@@ -69,47 +69,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
-        x = x + self.mlp(self.ln_2(x))
-        return x
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """Head and loss a chunk of rows at a time, as `gpt_eager_loss` describes it."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, learns: bool) -> Tensor:
-        head, rows = weight, hidden.shape[0]
-        if torch.is_autocast_enabled("cpu"):
-            half = torch.get_autocast_dtype("cpu")
-            head = weight.to(half)
-            hidden = hidden.to(half)
-        loss = torch.zeros((), dtype=torch.float32)
-        if learns:
-            ctx.grads = [torch.empty_like(hidden), torch.zeros_like(weight)]
-        for first in range(0, rows, chunk):
-            part = slice(first, min(first + chunk, rows))
-            grads = (ctx.grads[0][part], ctx.grads[1]) if learns else None
-            one_chunk(hidden[part], head, targets[part].view(-1, 1), loss, rows, grads)
-        return loss.div_(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        hidden, weight = ctx.grads
-        ctx.grads = None
-        return hidden.mul_(grad), weight.mul_(grad), None, None, None
-
-
-def one_chunk(hidden: Tensor, head: Tensor, targets: Tensor, loss: Tensor, rows: int, grads: Any) -> None:
-    logits = torch.mm(hidden, head.t())
-    logits = logits.float()
-    logits = torch.log_softmax(logits, -1)
-    loss.sub_(logits.gather(1, targets).sum())
-    if grads is None:
-        return
-    logits.exp_().scatter_add_(1, targets, torch.full(targets.shape, -1.0)).div_(rows)
-    logits = logits.to(head.dtype)
-    torch.mm(logits, head, out=grads[0])
-    grads[1].add_(torch.mm(logits.t(), hidden))
+        return x + self.mlp(self.ln_2(x))
 
 
 class Gpt(nn.Module):
@@ -136,7 +96,11 @@ class Gpt(nn.Module):
         positions = torch.arange(0, tokens.shape[1], dtype=torch.long)
         token = self.transformer["wte"](tokens)
         position = self.transformer["wpe"](positions)
-        x = self.transformer["drop"](token + position)
+        embedded = token + position
+        if self.config.trainer == "oomph":
+            del token, position
+        x = self.transformer["drop"](embedded)
+        del embedded
         for index, block in enumerate(self.transformer["h"]):
             if self.training and index < self.config.checkpoint_layers:
                 x = checkpoint(block, x, use_reentrant=False)
@@ -144,9 +108,8 @@ class Gpt(nn.Module):
                 x = block(x)
         x = self.transformer["ln_f"](x)
         if self.config.loss_chunk:
-            flat, learns = x.view(-1, x.size(-1)), torch.is_grad_enabled()
-            weight, chunk = self.lm_head.weight, self.config.loss_chunk
-            return ChunkedLoss.apply(flat, weight, targets.view(-1), chunk, learns)
+            rows, wanted = x.flatten(0, 1), targets.flatten()
+            return chunked_loss(rows, self.lm_head.weight, wanted, self.config.loss_chunk)
         logits = self.lm_head(x)
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         return (logits, loss) if self.config.return_logits else loss

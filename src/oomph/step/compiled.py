@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -188,7 +187,7 @@ class _Maker:
         widest = max((p.shape[0] for p in self.model.parameters() if p.dim() == 2), default=0)
         return rows * widest
 
-    def _on_graph(self, name: str, graph: GraphModule, inputs: Sequence[Any], context: TracingContext) -> None:
+    def _on_graph(self, name: str, graph: GraphModule, inputs: Sequence[Any]) -> None:
         backward, inference = name == "backward", name == "inference"
         if not backward:
             self.visible = len(self.shapes)
@@ -196,7 +195,7 @@ class _Maker:
         planned = plan(graph, inputs, cuda=self.cuda, backward=backward, inference=inference, visible=visible)
         buffers: list[Buffer | None]
         if backward:
-            buffers = self._backward_inputs(planned.graph.graph_inputs, inputs)
+            buffers = self._backward_inputs(list(planned.graph.graph_inputs), inputs)
             held = {*self.state, *(b for b in self.graphs["forward"].outputs[: self.visible] if b is not None)}
         else:
             buffers = [*self.state, *self.batch]

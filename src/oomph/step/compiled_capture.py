@@ -7,6 +7,7 @@ differs on a card is told to the tracer: CUDA's autocast rules instead of the CP
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.fx import traceback as fx_traceback
 
 HALVES = (torch.bfloat16, torch.float16)
 
-OnGraph = Callable[[str, GraphModule, Sequence[Any], TracingContext], None]
+OnGraph = Callable[[str, GraphModule, Sequence[Any]], None]
 
 
 class _Flat(nn.Module):
@@ -36,7 +37,9 @@ class _Flat(nn.Module):
     def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         model, names, outputs = self.__dict__["call"]
         state = dict(zip(names, args, strict=False))
-        return outputs(torch.func.functional_call(model, state, args[len(names) :], tie_weights=True))
+        result = torch.func.functional_call(model, state, args[len(names) :], tie_weights=True)
+        returned: tuple[torch.Tensor, ...] = outputs(result)
+        return returned
 
 
 def capture(
@@ -58,10 +61,10 @@ def capture(
     flat = [*state.values(), *inputs]
     context = TracingContext(fake_mode)
 
-    def compiler(name: str) -> Callable[[GraphModule, Sequence[Any]], Any]:
-        def run(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
-            on_graph(name, graph, example_inputs, context)
-            return graph.forward
+    def compiler(name: str) -> Any:
+        def run(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+            on_graph(name, gm, example_inputs)
+            return gm.forward
 
         return run
 
@@ -116,21 +119,20 @@ def _named_modules(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def cuda_rules() -> Iterator[None]:
     """CUDA's autocast lists and attention ops, on the CPU's dispatch keys. Global while it lasts; then undone."""
-    autocast = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    attention = [torch.library.Library("aten", "IMPL", key) for key in ("AutogradCPU", "CPU")]
-    import warnings
-
+    library: Any = torch.library.Library
+    autocast = library("aten", "IMPL", "AutocastCPU")
+    attention = [library("aten", "IMPL", key) for key in ("AutogradCPU", "CPU")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden is the purpose
         for name, rule in _AUTOCAST_RULES.items():
             autocast.impl(name, rule)
-        for library in attention:
-            library.impl("scaled_dot_product_attention", _cuda_attention)
+        for each in attention:
+            each.impl("scaled_dot_product_attention", _cuda_attention)
     try:
         yield
     finally:
-        for library in (autocast, *attention):
-            library._destroy()
+        for each in (autocast, *attention):
+            each._destroy()
 
 
 def _wide(value: Any) -> Any:

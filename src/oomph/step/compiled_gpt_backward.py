@@ -7,12 +7,14 @@ a weight's gradient is a half buffer first, whose memory the next weight of that
 
 from __future__ import annotations
 
-from oomph.step.compiled_gpt import Saved, SavedBlock, SavedNorm, Sizes
+from oomph.step.compiled_gpt import Checkpoint, Saved, SavedBlock, SavedNorm, Sizes
+from oomph.step.compiled_gpt_chunks import chunked_backward
+from oomph.step.compiled_gpt_forward import Forward
 from oomph.step.compiled_reuse import Generated
 from oomph.step.gpt_eager_kernels import efficient_backward_bytes, flash_backward_bytes
 from oomph.step.ops import Buffer, Kernel, Kind
 
-ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: before, the targets are written out as a float32 matrix for the loss's backward
+ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: before, the loss's backward writes the targets out as a float32 matrix
 DONATED_FROM = (2, 6)  # pytorch#139669: since then what forward saved may be overwritten in place
 SPLIT_ROWS = 16  # rows that one part of a split reduction sums up (inductor's mix-order reduction)
 SPLIT_FROM_ROWS = 4096  # fewer rows are not split that way
@@ -27,24 +29,38 @@ class Backward:
         self.grads: dict[str, Buffer] = {}
         self.split = sizes.rows >= SPLIT_FROM_ROWS and sizes.rows * sizes.width >= SPLIT_FROM_COUNT
         self.added = sizes.tied and sizes.compute == sizes.weight
+        self.first_inputs: tuple[Buffer, ...] = ()
         self.head_grad: Buffer
         self.logits_grad: Buffer
         self.separate = self.split and sizes.autocast  # a split reduction's kernel does not write the half gradient
 
     def write(self, zeros: tuple[Buffer, ...], version: tuple[int, ...]) -> dict[str, Buffer]:
         """The whole program. `zeros` is the gradient of returned logits. Returns the gradients by parameter name."""
-        p, s = self.p, self.s
-        flow = self.head(zeros, version)
+        p, s, logits = self.p, self.s, self.saved.logits
+        if logits is None:
+            flow = chunked_backward(p, s, self.saved.grads)
+            p.release(*self.batch[1:])
+            if not s.tied:
+                self.grads["lm_head.weight"] = self.saved.grads[1]
+        else:
+            flow = self.head(logits, zeros, version)
         stream = p.new("ln_f.dx", s.rows * s.width, s.weight, Kind.TEMPORARY)
         flow = self.norm("transformer.ln_f", self.saved.norm_f, flow, stream, self.mask_of(s.layers - 1, 1))
         for index in reversed(range(s.layers)):
             p.block = index
-            flow = self.block(index, self.saved.blocks[index], flow, stream)
+            block = self.saved.blocks[index]
+            if isinstance(block, Checkpoint):
+                block = Forward(p, s, training=True).recompute(index, block.entry)
+                flow = self.block(index, block, flow, stream)
+                p.drop(1, *block.masks)
+            else:
+                flow = self.block(index, block, flow, stream)
+            self.first_inputs = block.norm_1.inputs
         p.block = None
         self.embeddings(stream)
         return self.grads
 
-    def head(self, zeros: tuple[Buffer, ...], version: tuple[int, ...]) -> Buffer:
+    def head(self, logits: Buffer, zeros: tuple[Buffer, ...], version: tuple[int, ...]) -> Buffer:
         """The logits' gradient, then the head's and the hidden state's.
 
         A tied head's gradient waits for the embedding's. In one dtype the sum of both is a single matrix product
@@ -58,15 +74,15 @@ class Backward:
         if one_hot:
             wide = [p.new("loss.one_hot", count, 4, Kind.LOGITS)]
             p.run("loss.one_hot", Kernel.POINTWISE, 4 * count)
-        gradient = saved.logits
+        gradient = logits
         if not in_place:
             gradient = p.new("logits.grad", s.rows * s.padded(s.vocab), s.compute, Kind.LOGITS)
         moved = count * (s.compute * (3 if zeros else 2) + (4 if one_hot else 0))
         p.run("loss", Kernel.REDUCTION, moved)
         p.drop(4, *wide)
         if not in_place and not zeros:
-            p.release(saved.logits)
-        p.release(*zeros, *saved.statistics, *saved.small[:1], *self.batch[1:])
+            p.release(logits)
+        p.release(*zeros, *saved.statistics, *saved.small[1:], *self.batch[1:])
         if not self.added:
             self.head_grad = p.new("lm_head.weight.dx", s.vocab * s.width, s.compute, Kind.TEMPORARY)
             p.product("lm_head.weight", s.vocab, s.width, s.rows, s.compute)
@@ -112,8 +128,10 @@ class Backward:
 
     def mask_of(self, index: int, which: int) -> tuple[Buffer, ...]:
         """The dropout mask after attention (0) or the MLP (1) of a block."""
-        masks = self.saved.blocks[index].masks
-        return (masks[which],) if masks else ()
+        block = self.saved.blocks[index]
+        if isinstance(block, Checkpoint) or not block.masks:
+            return ()
+        return (block.masks[which],)
 
     def block(self, index: int, saved: SavedBlock, flow: Buffer, stream: Buffer) -> Buffer:
         """A block, last layer first. `flow` is the stream's gradient in the compute dtype."""
@@ -122,34 +140,22 @@ class Backward:
         short = f"h.{index}"
         owned = flow is not stream
         # the MLP
-        self.weight(f"{name}.mlp.c_proj", flow, width, 4 * width, saved.gelu)
-        hidden = p.new(f"{name}.mlp.c_proj.dx", rows * s.padded(4 * width), s.compute, Kind.TEMPORARY)
-        p.product(f"{short}.mlp.c_proj", rows, 4 * width, width, s.compute)
-        self.used(saved, f"{short}.mlp.c_proj")
+        hidden = self.linear(saved, f"{name}.mlp.c_proj", 4 * width, width, saved.gelu)
         if owned:
             p.drop(s.compute, flow)
         p.run(f"{short}.mlp.gelu.backward", Kernel.POINTWISE, 12 * rows * width * s.compute)
         p.release(saved.fc)
-        self.weight(f"{name}.mlp.c_fc", hidden, 4 * width, width, saved.norm_2.output)
-        flow = p.new(f"{name}.mlp.c_fc.dx", rows * width, s.compute, Kind.TEMPORARY)
-        p.product(f"{short}.mlp.c_fc", rows, width, 4 * width, s.compute)
+        flow = self.linear(saved, f"{name}.mlp.c_fc", width, 4 * width, saved.norm_2.output)
         p.drop(s.compute, hidden)
-        self.used(saved, f"{short}.mlp.c_fc")
         flow = self.norm(f"{name}.ln_2", saved.norm_2, flow, stream, self.mask_of(index, 0))
         # attention
         owned = flow is not stream
-        self.weight(f"{name}.attn.c_proj", flow, width, width, None)
-        output = p.new(f"{name}.attn.c_proj.dx", rows * width, s.compute, Kind.TEMPORARY)
-        p.product(f"{short}.attn.c_proj", rows, width, width, s.compute)
+        output = self.linear(saved, f"{name}.attn.c_proj", width, width, None)
         if owned:
             p.drop(s.compute, flow)
-        self.used(saved, f"{short}.attn.c_proj")
         packed = self.attention(f"{short}.attn", saved, output)
-        self.weight(f"{name}.attn.c_attn", packed, 3 * width, width, saved.norm_1.output)
-        flow = p.new(f"{name}.attn.c_attn.dx", rows * width, s.compute, Kind.TEMPORARY)
-        p.product(f"{short}.attn.c_attn", rows, width, 3 * width, s.compute)
+        flow = self.linear(saved, f"{name}.attn.c_attn", width, 3 * width, saved.norm_1.output)
         p.drop(s.compute, packed)
-        self.used(saved, f"{short}.attn.c_attn")
         masks = self.mask_of(index - 1, 1) if index else ()
         return self.norm(f"{name}.ln_1", saved.norm_1, flow, stream, masks, last=index == 0)
 
@@ -173,7 +179,20 @@ class Backward:
         p.drop(s.compute, *parts)
         return packed
 
-    def weight(self, name: str, gradient: Buffer, outputs: int, inputs: int, operand: Buffer | None) -> None:
+    def linear(self, saved: SavedBlock, name: str, inputs: int, outputs: int, operand: Buffer | None) -> Buffer:
+        """A linear layer's backward: the gradient of its input. With a bias autograd asks for that first."""
+        if not self.s.bias:
+            self.weight(name, inputs, outputs, operand)
+        p, s, short = self.p, self.s, name.removeprefix("transformer.")
+        gradient = p.new(f"{name}.dx", s.rows * s.padded(inputs), s.compute, Kind.TEMPORARY)
+        p.product(short, s.rows, inputs, outputs, s.compute)
+        if short in saved.half:
+            p.release(saved.half[short])
+        if s.bias:
+            self.weight(name, inputs, outputs, operand)
+        return gradient
+
+    def weight(self, name: str, inputs: int, outputs: int, operand: Buffer | None) -> None:
         """A linear layer's weight gradient, and its bias's."""
         p, s = self.p, self.s
         raw = p.new(f"{name}.weight.dx", outputs * inputs, s.compute, Kind.TEMPORARY)
@@ -195,16 +214,11 @@ class Backward:
         p.run(f"{name}.grad", Kernel.POINTWISE, count * (s.compute + s.weight))
         p.drop(s.compute, raw)
 
-    def used(self, saved: SavedBlock, name: str) -> None:
-        """A weight's half copy has served."""
-        if name in saved.half:
-            self.p.release(saved.half[name])
-
     def embeddings(self, stream: Buffer) -> None:
         """Both tables' gradients; a tied head's joins the tokens'."""
         p, s, saved = self.p, self.s, self.saved
         count = s.vocab * s.width
-        inputs = saved.blocks[0].norm_1.inputs
+        inputs = self.first_inputs
         table = p.new("transformer.wte.weight.scattered", count, s.weight, Kind.GRADIENTS)
         p.run("wte.zeros", Kernel.POINTWISE, count * s.weight)
         p.run("wte.backward", Kernel.INDEX, 3 * s.rows * s.width * s.weight)
@@ -212,10 +226,15 @@ class Backward:
         positions = p.new("transformer.wpe.weight.grad", s.tokens * s.width, s.weight, Kind.GRADIENTS)
         p.run("wpe.backward", Kernel.INDEX, s.rows * s.width * s.weight)
         p.drop(s.weight, stream)
-        p.release(*saved.small[1:])
+        p.release(*saved.small[:1])
         self.grads["transformer.wpe.weight"] = positions
         if not s.tied:
             self.grads["transformer.wte.weight"] = table
+            return
+        if saved.grads:  # autograd adds the table's gradient to the head's
+            self.grads["transformer.wte.weight"] = saved.grads[1]
+            p.run("wte.tied", Kernel.POINTWISE, 3 * count * s.weight)
+            p.drop(s.weight, table)
             return
         self.grads["transformer.wte.weight"] = p.new("transformer.wte.weight.grad", count, s.weight, Kind.GRADIENTS)
         if self.added:

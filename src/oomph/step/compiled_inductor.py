@@ -21,14 +21,10 @@ from torch import fx
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import config as inductor_config
 from torch._inductor import scheduler as inductor_scheduler
-from torch._inductor.codegen import triton as inductor_triton
 from torch._inductor.codegen import wrapper as lines
-from torch._inductor.compile_fx import (
-    _recursive_post_grad_passes,
-    _recursive_record_original_output_strides,
-    view_to_reshape,
-)
+from torch._inductor.compile_fx import _recursive_post_grad_passes, _recursive_record_original_output_strides
 from torch._inductor.debug import DebugContext
+from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,6 +59,7 @@ class Planned(msgspec.Struct, frozen=True):
 
     lines: list[Any]
     graph: GraphLowering
+    traced: fx.GraphModule  # what was lowered
 
 
 def plan(
@@ -80,7 +77,7 @@ def plan(
         stack.enter_context(inductor_config.patch(graph_partition=False, cpp_wrapper=False, comprehensive_padding=cuda))
         if cuda:
             stack.enter_context(_pretending_a_card())
-        view_to_reshape(graph)
+        view_to_reshape(graph)  # type: ignore[no-untyped-call]
         _recursive_record_original_output_strides(graph)
         output = next(iter(reversed(graph.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(visible))
@@ -97,7 +94,7 @@ def plan(
         with V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]), DebugContext():
             lowered.run(*inputs)
             lowered.codegen()
-    return Planned(found, lowered)
+    return Planned(found, lowered, graph)
 
 
 def _copied(graph: fx.GraphModule) -> fx.GraphModule:
@@ -131,7 +128,7 @@ def _moved_to_card(graph: fx.GraphModule) -> FakeTensorMode:
 @contextlib.contextmanager
 def _reading_lines(found: list[Any]) -> Iterator[None]:
     """Keeps the wrapper's lines once inductor has planned reuse; the text it would write from them is not made."""
-    planned = lines.PythonWrapperCodegen.memory_plan_reuse
+    planned: Any = lines.PythonWrapperCodegen.memory_plan_reuse
 
     def keep(self: Any) -> None:
         planned(self)

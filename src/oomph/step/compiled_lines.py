@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper as lines
+from torch._inductor.codegen.common import WorkspaceArg
 
 from oomph.step import gpt_eager_kernels as kernels
 from oomph.step.compiled_inductor import Planned, storage_bytes, view_numel
@@ -21,8 +22,9 @@ from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 
 _BLOCK = re.compile(r"(?:^|\.)(?:h|layers?|blocks?)\.(\d+)(?:\.|$)")
 _ASSIGNMENT = re.compile(r"^(\w+) = (workspace_\w+)\[")
+_PRODUCT = re.compile(r"\b(mm|bmm|addmm|baddbmm)\b")
+_VIEWS = ("permute", "view", "reshape", "expand", "squeeze", "getitem", "split", "full", "iota")
 _LOSS_OPS = ("log_softmax", "nll_loss", "cross_entropy", "prepare_softmax_online")
-_HALVES = ("bfloat16", "float16")
 
 
 class GraphOps(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class Reader:
         self.inputs = tuple(inputs)
         self.storages: dict[str, _Storage] = {}
         self.by_buffer: dict[Buffer, _Storage] = {}
+        self.order = {node.name: index for index, node in enumerate(planned.traced.graph.nodes)}
         self.ops: list[Op] = []
         self.fresh: list[Buffer] = []  # allocated since the last operation
         self.written: list[str] = []  # names that the next operation writes
@@ -169,7 +172,7 @@ class Reader:
         out = view_numel(node) if not isinstance(node.layout, ir.MultiOutputLayout | ir.NoneLayout) else 0
         dtype = str(node.get_dtype()).removeprefix("torch.") if out else "float32"
         moved += out * (node.get_dtype().itemsize if out else 0)
-        if label.endswith(("mm", "bmm", "addmm")) and len(sizes) >= 2:
+        if _PRODUCT.search(label) and len(sizes) >= 2:
             left, right = sizes[-2:]
             batch = left[0] if len(left) == 3 else 1
             shape = (batch, left[-2], right[-1], left[-1])
@@ -215,17 +218,24 @@ class Reader:
         return "" if isinstance(output, ir.NoneAsConstantBuffer | ir.ShapeAsConstantBuffer) else str(output.get_name())
 
     def _origin(self, node: Any) -> Any:
+        """The traced operation that a buffer is named after: the last one that computes and knows its module."""
         origins = list(node.get_origins()) if hasattr(node, "get_origins") else []
-        named = [origin for origin in origins if (origin.meta.get("custom") or {}).get("module") is not None]
-        return named[-1] if named else (origins[-1] if origins else None)
+        if not origins:
+            return None
+        computing = [o for o in origins if not any(part in str(o.target) for part in _VIEWS)] or origins
+        named = [o for o in computing if (o.meta.get("custom") or {}).get("module")] or computing
+        return max(named, key=lambda origin: self.order.get(origin.name, -1))
 
     def _module(self, node: Any) -> str:
         origin = self._origin(node)
         return str((origin.meta.get("custom") or {}).get("module") or "") if origin is not None else ""
 
     def _name(self, node: Any) -> str:
-        origin, module = self._origin(node), self._module(node)
-        what = origin.name if origin is not None else node.get_name()
+        origin = self._origin(node)
+        if origin is None:
+            return str(node.get_name())
+        what = str(origin.target).removeprefix("aten.").removeprefix("prims.").partition(".")[0].strip("_")
+        module = (origin.meta.get("custom") or {}).get("module") or ""
         return f"{module}.{what}".lstrip(".")
 
     def _block(self, node: Any) -> int | None:
@@ -235,7 +245,7 @@ class Reader:
     def _kind(self, node: Any) -> Kind:
         origins = list(node.get_origins()) if hasattr(node, "get_origins") else []
         targets = " ".join(str(origin.target) for origin in origins)
-        if isinstance(node, lines.WorkspaceArg):
+        if isinstance(node, WorkspaceArg):
             return Kind.TEMPORARY
         if view_numel(node) >= self.vocabulary_numel > 0 or any(part in targets for part in _LOSS_OPS):
             return Kind.LOGITS

@@ -78,7 +78,7 @@ class Loop:
         for index in range(min(self.micro_steps, 3)):
             last = self.micro_steps > 3 and index == 2
             name = f"micro-steps 3 to {self.micro_steps}" if last else f"micro-step {index + 1}"
-            sections.append(Section(name, tuple(self._micro_step(index)), self.micro_steps - 2 if last else 1))
+            sections.append(Section(name, tuple(self._micro_step()), self.micro_steps - 2 if last else 1))
         for name, buffer in self.grads.items():
             optimizer.run.grads[name] = Held(optimizer.run.ledger, buffer)
         optimizer.step(first)
@@ -95,13 +95,15 @@ class Loop:
             self.outputs = tuple(map(copied, self.programs.outputs))
         return [*self.batch, *self.outputs, self.loss]
 
-    def _micro_step(self, index: int) -> list[Op]:
+    def _micro_step(self) -> list[Op]:
         """Forward, the next batch, backward, and the gradients added to those of earlier micro-steps."""
         programs = self.programs
         outputs = tuple(map(copied, programs.outputs))
         loss = Buffer("loss.scaled", programs.loss.bytes, Kind.LOGITS)
         following = tuple(map(copied, programs.batch))
+        grads = {name: copied(buffer) for name, buffer in programs.grads.items()}
         new = dict(zip(programs.batch, self.batch, strict=True)) | dict(zip(programs.outputs, outputs, strict=True))
+        new |= {pattern: grads[name] for name, pattern in programs.grads.items()}
         saved = {buffer for op in programs.backward for buffer in op.frees if buffer in new}
         let_go = [*self.outputs, *([self.loss] if self.loss is not None else [])]
         if not self.keep_outputs:
@@ -114,8 +116,6 @@ class Loop:
             ops.append(Op("batch", Phase.LOSS, (fetched,), frees, Kernel.POINTWISE, bytes_moved=fetched.bytes))
         for zeros in programs.zeros:
             ops.append(Op(zeros.name, Phase.BACKWARD, (zeros,), (), Kernel.POINTWISE, bytes_moved=zeros.bytes))
-        grads = {name: copied(buffer) for name, buffer in programs.grads.items()}
-        new |= {pattern: grads[name] for name, pattern in programs.grads.items()}
         ops += exchanged(programs.backward, new)
         if self.grads:
             ops += [_accumulated(name, buffer) for name, buffer in grads.items()]

@@ -15,31 +15,42 @@ Record = tuple[str, tuple[Buffer, ...], list[Buffer], Kernel, tuple[int, ...], s
 class Generated:
     """A generated program while it is written: operations in order, and dead buffers that may serve again."""
 
-    __slots__ = ("block", "dead", "dtype", "frees", "fresh", "phase", "records", "roomy")
+    __slots__ = ("block", "dead", "dtype", "frees", "fresh", "highest", "limit", "live", "phase", "records", "tops")
 
-    def __init__(self, phase: Phase, dtype: str, roomy: bool = True) -> None:
+    def __init__(self, phase: Phase, dtype: str, limit: int | None = None) -> None:
         self.phase = phase
-        self.roomy = roomy  # the peak is elsewhere: a dead buffer may wait without raising it
         self.dtype = dtype  # of the matrix products
+        self.limit = limit  # the program's peak, as far as it is known before; None: certainly elsewhere
         self.block: int | None = None
         self.records: list[Record] = []
         self.frees: list[Buffer] = []  # of the operation written last
         self.fresh: list[Buffer] = []  # for the operation about to be written
-        self.dead: dict[tuple[int, int], list[tuple[list[Buffer], Buffer]]] = {}
+        self.dead: dict[tuple[int, int], list[tuple[int, list[Buffer], Buffer]]] = {}
+        self.live = 0  # bytes alive, from the program's beginning: what it lets go of its inputs counts as negative
+        self.highest = 0  # of `live`, up to now
+        self.tops: list[int] = []  # `live` while each operation ran
 
     def new(self, name: str, count: int, item_bytes: int, kind: Kind) -> Buffer:
         """A buffer that the next operation writes: a dead one of its type and size, or a fresh one."""
         waiting = self.dead.get((item_bytes, count))
-        if waiting and (self.roomy or waiting[-1][0] is self.frees):
-            frees, buffer = waiting.pop()
+        if waiting and self._may_wait(waiting[-1][0], count * item_bytes):
+            _, frees, buffer = waiting.pop()
             frees.remove(buffer)
+            self.live += buffer.bytes
             return buffer
         return self.made(name, count * item_bytes, kind)
+
+    def _may_wait(self, since: int, size_bytes: int) -> bool:
+        """Whether a buffer dead after operation `since` could have stayed until now without a higher peak."""
+        if self.limit is None or since == len(self.records) - 1:
+            return True
+        return max(self.tops[since + 1 :]) + size_bytes <= max(self.limit, self.highest)
 
     def made(self, name: str, size_bytes: int, kind: Kind) -> Buffer:
         """A buffer that the next operation allocates itself: never a reused one."""
         buffer = Buffer(name, size_bytes, kind, self.block)
         self.fresh.append(buffer)
+        self.live += size_bytes
         return buffer
 
     def run(
@@ -56,6 +67,9 @@ class Generated:
         dtype = self.dtype if flops else "float32"
         self.records.append((name, (*self.fresh, *temporaries), frees, kernel, shape, dtype, flops, moved))
         self.fresh = []
+        self.tops.append(self.live)  # without an operation's own temporaries: inductor does not know of them
+        if self.live > self.highest:
+            self.highest = self.live
 
     def product(self, name: str, m: int, n: int, k: int, item_bytes: int) -> None:
         """A matrix product (m × k) · (k × n)."""
@@ -63,13 +77,17 @@ class Generated:
 
     def drop(self, item_bytes: int, *buffers: Buffer) -> None:
         """The program's own buffers are dead after the last operation: freed, or taken over by a later buffer."""
+        last = len(self.records) - 1
         for buffer in buffers:
             self.frees.append(buffer)
-            self.dead.setdefault((item_bytes, buffer.bytes // item_bytes), []).append((self.frees, buffer))
+            self.live -= buffer.bytes
+            self.dead.setdefault((item_bytes, buffer.bytes // item_bytes), []).append((last, self.frees, buffer))
 
     def release(self, *buffers: Buffer) -> None:
         """Inputs of the program are let go after the last operation. Their memory is not its to use again."""
         self.frees.extend(buffers)
+        for buffer in buffers:
+            self.live -= buffer.bytes
 
     def ops(self) -> tuple[Op, ...]:
         """The finished program."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from oomph.config.schema import TrainConfig
-from oomph.step.ops import Kernel, Kind, Phase, Section, Step
+from oomph.step.ops import Buffer, Kernel, Kind, Phase, Section, Step
+from oomph.step.params import parameters
 
-__all__ = ["Kernel", "Kind", "Phase", "Section", "Step", "build", "workspaces"]
+__all__ = ["Kernel", "Kind", "Phase", "Section", "Step", "build", "gradient_buckets", "workspaces"]
 
 _CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024  # CUBLAS_WORKSPACE_CONFIG's default, ":4096:2:16:8"
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # torch/nn/parallel/distributed.py
 _CUBLAS_LARGE_BYTES = 32 << 20  # on compute capability 9, 10 and 12
 
 
@@ -15,6 +17,23 @@ def workspaces(capability: tuple[int, int] | None = None) -> tuple[int, ...]:
     """Bytes that cuBLAS holds from its first call on: one handle for the main thread, one for autograd's."""
     size = _CUBLAS_LARGE_BYTES if capability is not None and capability[0] in (9, 10, 12) else _CUBLAS_BYTES
     return size, size
+
+
+def gradient_buckets(config: TrainConfig) -> tuple[Buffer, ...]:
+    """DistributedDataParallel's second copy of the gradients, from the last layer: a bucket of 1 MiB, then of 25."""
+    if config.world_size == 1:
+        return ()
+    weight_bytes = 2 if config.dtype != "float32" and not config.autocast else 4
+    buckets: list[Buffer] = []
+    filled, limit = 0, _FIRST_BUCKET_BYTES
+    for parameter in reversed(parameters(config)):
+        filled += parameter.numel * weight_bytes
+        if filled >= limit:
+            buckets.append(Buffer("ddp.bucket", filled, Kind.GRADIENTS))
+            filled, limit = 0, _BUCKET_BYTES
+    if filled:
+        buckets.append(Buffer("ddp.bucket", filled, Kind.GRADIENTS))
+    return tuple(buckets)
 
 
 def build(
@@ -29,7 +48,10 @@ def build(
     if config.compile:
         from oomph.step import gpt_compiled
 
-        return gpt_compiled.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)
-    from oomph.step import gpt_eager
+        step = gpt_compiled.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)
+    else:
+        from oomph.step import gpt_eager
 
-    return gpt_eager.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)
+        step = gpt_eager.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)
+    buckets = gradient_buckets(config)
+    return Step((*step.resident, *buckets), step.sections) if buckets else step

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from oomph.config.schema import TrainConfig
-from oomph.step.compiled_gpt import Forward, Sizes
+from oomph.step.compiled_gpt import Sizes
 from oomph.step.compiled_gpt_backward import Backward
+from oomph.step.compiled_gpt_forward import Forward
 from oomph.step.compiled_loop import Loop, Programs
 from oomph.step.compiled_reuse import Generated
 from oomph.step.gpt_eager_optimizer import Optimizer
@@ -34,21 +35,24 @@ def programs(config: TrainConfig, sizes: Sizes) -> Programs:
     returns_logits = bool(config.return_logits)
     saved = Forward(forward, sizes, training=True, returns_logits=returns_logits).write()
     zeros: tuple[Buffer, ...] = ()
-    if config.return_logits:
-        zeros = (Buffer("logits.zeros", saved.logits.bytes, Kind.LOGITS),)
-    backward = Generated(Phase.BACKWARD, sizes.dtype)
+    logits = (saved.logits,) if returns_logits and saved.logits is not None else ()
+    if logits:
+        zeros = (Buffer("logits.zeros", logits[0].bytes, Kind.LOGITS),)
+    backward = Generated(Phase.BACKWARD, sizes.dtype, limit=0)  # its peak comes early
     version = tuple([int(part) for part in config.torch_version.split(".")[:2]])
     grads = Backward(backward, sizes, saved, batch).write(zeros, version)
-    evaluation = Generated(Phase.EVAL, sizes.dtype, roomy=sizes.peaks_at_logits)
+    evaluation = Generated(Phase.EVAL, sizes.dtype, limit=0)
+    Forward(evaluation, sizes, training=False, returns_logits=returns_logits).write()
+    evaluation = Generated(Phase.EVAL, sizes.dtype, limit=evaluation.highest)
     evaluated = Forward(evaluation, sizes, training=False, returns_logits=returns_logits).write()
     return Programs(
         batch=batch,
         forward=forward.ops(),
         loss=saved.loss,
-        outputs=(saved.logits,) if config.return_logits else (),
+        outputs=logits,
         zeros=zeros,
         backward=backward.ops(),
         grads=grads,
         evaluation=evaluation.ops(),
-        evaluation_outputs=(evaluated.logits, evaluated.loss) if config.return_logits else (evaluated.loss,),
+        evaluation_outputs=(evaluated.logits, evaluated.loss) if logits and evaluated.logits else (evaluated.loss,),
     )

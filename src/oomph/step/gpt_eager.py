@@ -12,11 +12,11 @@ import os
 
 from oomph.config.schema import TrainConfig
 from oomph.step.gpt_eager_attention import attend
-from oomph.step.gpt_eager_layers import Extra, add, add_backward, dropout, gelu, layer_norm, linear
+from oomph.step.gpt_eager_layers import add, add_backward, dropout, gelu, layer_norm, linear
 from oomph.step.gpt_eager_ledger import Held
 from oomph.step.gpt_eager_loss import chunked_loss, whole_loss
 from oomph.step.gpt_eager_optimizer import Optimizer
-from oomph.step.gpt_eager_run import Run, Sizes
+from oomph.step.gpt_eager_run import Node, Run, Sizes
 from oomph.step.ops import Buffer, Kernel, Kind, Phase, Section, Step
 
 _SCALER = ("scaler.scale", "scaler.growth_tracker")
@@ -123,6 +123,8 @@ def forward(run: Run, config: TrainConfig, tokens: Held, targets: Held) -> tuple
     )
     x = ledger.make("embedding", sizes.rows * width_bytes, Kind.ACTIVATIONS, moved=3 * sizes.rows * width_bytes)
     run.save(_embedding_backward, "embedding", [tokens, positions])
+    embedded = (token, position) if config.trainer == "nanogpt" else ()  # nanoGPT's forward holds both to its end
+    del token, position
     x = dropout(run, "drop", x)
     for index in range(config.n_layer):
         ledger.block = index
@@ -134,10 +136,10 @@ def forward(run: Run, config: TrainConfig, tokens: Held, targets: Held) -> tuple
     x = layer_norm(run, "ln_f", x)
     logits: Held | None = None
     if config.loss_chunk:
-        loss = chunked_loss(run, x, targets, config.loss_chunk)
+        loss = chunked_loss(run, x, config.loss_chunk)
     else:
         logits, loss = whole_loss(run, x, targets)
-    del token, position
+    del embedded
     return logits, loss
 
 
@@ -156,15 +158,16 @@ def _checkpointed(run: Run, name: str, x: Held) -> Held:
     return out
 
 
-def _checkpointed_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def _checkpointed_backward(run: Run, node: Node) -> None:
     """The block once more when its first saved tensor is asked for, up to the last one, then its own backward.
 
     The addition that ends the block saves nothing, so its gradient is cast before that.
     """
-    (x,) = saved
-    saved.clear()
-    sizes = run.sizes
-    add_backward(run, f"{name}.mlp.add", [], (sizes.rows * sizes.width * sizes.compute_bytes,))
+    (x,) = node.saved
+    node.saved.clear()
+    sizes, name = run.sizes, node.name
+    branch_bytes = sizes.rows * sizes.width * sizes.compute_bytes
+    add_backward(run, Node(add_backward, f"{name}.mlp.add", [], (branch_bytes,)))
     grad = run.take_grad()
     nodes, run.nodes = run.nodes, []
     run.half_weights = {}
@@ -201,11 +204,11 @@ def _mlp(run: Run, name: str, x: Held, stop: bool = False) -> Held:
     return dropout(run, f"{name}.dropout", y, stop)
 
 
-def _embedding_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def _embedding_backward(run: Run, node: Node) -> None:
     """Both tables' gradients; a tied head's, which has waited since the loss, joins the tokens'."""
     sizes, ledger = run.sizes, run.ledger
-    tokens, positions = saved
-    saved.clear()
+    tokens, positions = node.saved
+    node.saved.clear()
     grad = run.take_grad()
     row_bytes = sizes.width * sizes.weight_bytes
     summed = ledger.make("wpe.dx", sizes.tokens * row_bytes, Kind.TEMPORARY, Kernel.REDUCTION, grad.bytes)

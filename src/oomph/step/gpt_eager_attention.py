@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from oomph.step import gpt_eager_kernels as kernels
-from oomph.step.gpt_eager_layers import Extra, note_product
+from oomph.step.gpt_eager_layers import note_product
 from oomph.step.gpt_eager_ledger import Held
-from oomph.step.gpt_eager_run import Run
+from oomph.step.gpt_eager_run import Node, Run
 from oomph.step.ops import Kernel, Kind
 
 
@@ -19,24 +19,34 @@ def attend(run: Run, name: str, qkv: Held) -> Held:
 def _flops(run: Run) -> int:
     """Of the forward: two products of (tokens, head size) matrices, the lower triangle alone."""
     sizes = run.sizes
-    return 2 * sizes.rows * (sizes.tokens + 1) * sizes.width
+    return 2 * sizes.rows * (sizes.tokens + 1) * sizes.heads * sizes.kernel_head_size
 
 
 def _shape(run: Run) -> tuple[int, int, int, int]:
     sizes = run.sizes
-    return sizes.batch, sizes.heads, sizes.tokens, sizes.head_size
+    return sizes.batch, sizes.heads, sizes.tokens, sizes.kernel_head_size
+
+
+def _bytes(run: Run) -> int:
+    """Queries, keys, values or output as the kernel has them."""
+    sizes = run.sizes
+    return sizes.rows * sizes.heads * sizes.kernel_head_size * sizes.compute_bytes
 
 
 def _fused(run: Run, name: str, qkv: Held) -> Held:
     """Flash and memory-efficient attention keep queries, keys, values, the output and a logsumexp."""
     sizes, ledger = run.sizes, run.ledger
-    out = ledger.hold(f"{name}.out", sizes.rows * sizes.width * sizes.compute_bytes, Kind.ATTENTION)
+    size = _bytes(run)
+    inputs = [qkv]
+    if sizes.pads:
+        inputs = [ledger.make(f"{name}.{part}_padded", size, Kind.ATTENTION, moved=2 * size) for part in "qkv"]
+    out = ledger.hold(f"{name}.out", size, Kind.ATTENTION)
     made = [out]
     spent: Held | None = None
     if not sizes.cuda:
         made.append(_lse(run, name))
-        size = kernels.cpu_flash_bytes(sizes.threads, sizes.tokens, sizes.head_size)
-        spent = ledger.hold(f"{name}.temporary", size, Kind.ATTENTION)
+        thread_bytes = kernels.cpu_flash_bytes(sizes.threads, sizes.tokens, sizes.head_size)
+        spent = ledger.hold(f"{name}.temporary", thread_bytes, Kind.ATTENTION)
         made.append(spent)
     elif sizes.attention == "efficient":
         if run.training:
@@ -44,17 +54,20 @@ def _fused(run: Run, name: str, qkv: Held) -> Held:
             made.append(ledger.hold(f"{name}.logsumexp", lse_bytes, Kind.ATTENTION))
     else:
         made.append(_lse(run, name))
-        made += [ledger.hold(f"{name}.random", size, Kind.ATTENTION) for size in kernels.FLASH_STATE_BYTES]
+        made += [ledger.hold(f"{name}.random", each, Kind.ATTENTION) for each in kernels.FLASH_STATE_BYTES]
         if sizes.dropout and run.training:  # the random state is allocated anew for it
             spent = made[2]
             made.append(ledger.hold(f"{name}.random", kernels.FLASH_STATE_BYTES[0], Kind.ATTENTION))
-    moved = qkv.bytes + out.bytes
-    ledger.note(name, tuple(made), Kernel.ATTENTION, moved, _flops(run), _shape(run), sizes.dtype)
+    ledger.note(name, tuple(made), Kernel.ATTENTION, 4 * size, _flops(run), _shape(run), sizes.dtype)
     if spent is not None:
         made.remove(spent)
         spent = None
-    run.save(_fused_backward, name, [qkv, *made])
-    return out
+    run.save(_fused_backward, name, [*inputs, *made])
+    del inputs, made
+    if not sizes.pads:
+        return out
+    kept = sizes.rows * sizes.width * sizes.compute_bytes
+    return ledger.make(f"{name}.contiguous", kept, Kind.ATTENTION, moved=2 * kept)
 
 
 def _lse(run: Run, name: str) -> Held:
@@ -62,12 +75,13 @@ def _lse(run: Run, name: str) -> Held:
     return run.ledger.hold(f"{name}.logsumexp", lse_bytes, Kind.ATTENTION)
 
 
-def _fused_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def _fused_backward(run: Run, node: Node) -> None:
     """Gradients of queries, keys and values apart, then side by side as the projection wants them."""
-    sizes, ledger = run.sizes, run.ledger
+    sizes, ledger, name = run.sizes, run.ledger, node.name
     grad = run.take_grad()
-    size = sizes.rows * sizes.width * sizes.compute_bytes
-    made = [ledger.hold(f"{name}.{part}", size, Kind.ATTENTION) for part in ("dq", "dk", "dv")]
+    size, kept = _bytes(run), sizes.rows * sizes.width * sizes.compute_bytes
+    if sizes.pads:
+        grad = ledger.make(f"{name}.dout_padded", size, Kind.ATTENTION, moved=2 * size)
     temporary: tuple[int, ...]
     if not sizes.cuda:
         temporary = kernels.cpu_flash_backward_bytes(sizes.threads, sizes.tokens)
@@ -75,13 +89,20 @@ def _fused_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> Non
         temporary = kernels.flash_backward_bytes(*_shape(run))
     else:
         temporary = kernels.efficient_backward_bytes(*_shape(run), sizes.compute_bytes == 2)
+    if sizes.pads:  # padded ones lie head by head, and the kernel wants them token by token
+        temporary = (size, size, *temporary)
+    made = [ledger.hold(f"{name}.{part}", size, Kind.ATTENTION) for part in ("dq", "dk", "dv")]
     spent = [ledger.hold(f"{name}.temporary", each, Kind.ATTENTION) for each in temporary]
     moved = 8 * size + 2 * sum(temporary)
     ledger.note(name, (*made, *spent), Kernel.ATTENTION, moved, 5 * _flops(run) // 2, _shape(run), sizes.dtype)
     del grad
     spent.clear()
-    saved.clear()
-    run.grad = ledger.make(f"{name}.dqkv", 3 * size, Kind.ATTENTION, moved=6 * size)
+    node.saved.clear()
+    if sizes.pads:
+        for _ in range(2 if sizes.heads > 1 else 1):  # cut to size, then laid out token by token
+            for place in range(3):
+                made[place] = ledger.make(f"{name}.dqkv_cut", kept, Kind.ATTENTION, moved=2 * kept)
+    run.grad = ledger.make(f"{name}.dqkv", 3 * kept, Kind.ATTENTION, moved=6 * kept)
 
 
 def _math(run: Run, name: str, qkv: Held) -> Held:
@@ -117,7 +138,7 @@ def _math(run: Run, name: str, qkv: Held) -> Held:
     if learns:
         saved.append(weights)
     if run.training and sizes.dropout:
-        weights, mask = _drop(run, name, weights, scores_bytes)
+        weights, mask = _drop(run, name, scores_bytes)
         if learns:
             saved += [mask, weights]
         del mask
@@ -159,7 +180,7 @@ def _strided(run: Run) -> bool:
     return run.sizes.heads > 1 and run.sizes.batch > 1
 
 
-def _drop(run: Run, name: str, weights: Held, scores_bytes: int) -> tuple[Held, Held]:
+def _drop(run: Run, name: str, scores_bytes: int) -> tuple[Held, Held]:
     """Dropout on the weights."""
     ledger = run.ledger
     if run.sizes.cuda:
@@ -178,8 +199,8 @@ def _note_scores(run: Run, name: str, made: Held) -> None:
     note_product(run, name, (made,), batch, sizes.tokens, sizes.tokens, sizes.head_size)
 
 
-def _math_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
-    sizes, ledger = run.sizes, run.ledger
+def _math_backward(run: Run, node: Node) -> None:
+    sizes, ledger, name, saved = run.sizes, run.ledger, node.name, node.saved
     half = sizes.compute_bytes == 2
     size = 4 * sizes.rows * sizes.width
     scores_bytes = 4 * sizes.batch * sizes.heads * sizes.tokens * sizes.tokens
@@ -216,7 +237,7 @@ def _math_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None
         for place in range(3):
             parts[place] = ledger.make(f"{name}.dqkv_half", size // 2, Kind.ATTENTION, moved=3 * size // 2)
         size //= 2
-    if sizes.heads > 1:
+    if sizes.heads > 1 and sizes.head_size > 1:
         for place in (0, 2):
             parts[place] = ledger.make(f"{name}.dqkv_rows", size, Kind.ATTENTION, moved=2 * size)
     run.grad = ledger.make(f"{name}.dqkv", 3 * size, Kind.ATTENTION, moved=6 * size)

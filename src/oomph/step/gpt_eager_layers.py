@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from oomph.step.gpt_eager_kernels import cpu_layer_norm_backward_bytes
 from oomph.step.gpt_eager_ledger import Held
-from oomph.step.gpt_eager_run import Run
+from oomph.step.gpt_eager_run import Node, Run
 from oomph.step.ops import Kernel, Kind
 
 Extra = tuple[int, ...]
@@ -27,9 +27,9 @@ def layer_norm(run: Run, name: str, x: Held) -> Held:
     return out
 
 
-def layer_norm_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def layer_norm_backward(run: Run, node: Node) -> None:
     """The gradients of the input, the weight and the bias; at a residual connection the branches join here."""
-    sizes, ledger = run.sizes, run.ledger
+    sizes, ledger, name = run.sizes, run.ledger, node.name
     grad = run.take_grad()
     grad_bytes, weight_bytes = sizes.rows * sizes.width * sizes.stream_bytes, sizes.width * sizes.weight_bytes
     dx = ledger.hold(f"{name}.dx", grad_bytes, Kind.TEMPORARY)
@@ -42,7 +42,7 @@ def layer_norm_backward(run: Run, name: str, saved: list[Held], extra: Extra) ->
         made = (*made, ledger.hold(f"{name}.temporary", size, Kind.TEMPORARY))
     ledger.note(name, made, Kernel.REDUCTION, 3 * grad_bytes)
     del grad, made
-    saved.clear()
+    node.saved.clear()
     if run.residual:
         total = run.residual.pop()
         ledger.note(f"{name}.residual", (), Kernel.POINTWISE, 3 * grad_bytes)
@@ -83,10 +83,10 @@ def linear(
     return out
 
 
-def linear_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def linear_backward(run: Run, node: Node) -> None:
     """Two matrix products, the bias summed, then the casts back to the parameters' and the stream's precision."""
-    sizes, ledger = run.sizes, run.ledger
-    width_in, width_out, cast, bias = extra
+    sizes, ledger, name = run.sizes, run.ledger, node.name
+    width_in, width_out, cast, bias = node.extra
     grad = run.take_grad()
     compute = sizes.compute_bytes
     own = Kind.TEMPORARY if sizes.autocast else Kind.GRADIENTS
@@ -97,13 +97,13 @@ def linear_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> Non
         note_product(run, f"{name}.dx", (dx,), 1, sizes.rows, width_in, width_out)
         note_product(run, f"{name}.dw", (dw[0],), 1, width_out, width_in, sizes.rows)
         if run.recomputed:
-            saved.clear()
+            node.saved.clear()
         db.append(ledger.make(f"{name}.bias.grad", width_out * compute, own, Kernel.REDUCTION, grad.bytes))
     else:
         note_product(run, f"{name}.dw", (dw[0],), 1, width_out, width_in, sizes.rows)
         note_product(run, f"{name}.dx", (dx,), 1, sizes.rows, width_in, width_out)
     del grad
-    saved.clear()
+    node.saved.clear()
     if cast:
         dx = ledger.make(f"{name}.dx.float", 4 * sizes.rows * width_in, Kind.TEMPORARY, moved=6 * sizes.rows * width_in)
     run.grad = dx
@@ -135,12 +135,12 @@ def gelu(run: Run, name: str, x: Held) -> Held:
     return out
 
 
-def pointwise_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def pointwise_backward(run: Run, node: Node) -> None:
     """One pass over the gradient and what was kept: gelu's input or a dropout's mask."""
     grad = run.take_grad()
-    run.grad = run.ledger.make(f"{name}.dx", grad.bytes, Kind.TEMPORARY, moved=3 * grad.bytes)
+    run.grad = run.ledger.make(f"{node.name}.dx", grad.bytes, Kind.TEMPORARY, moved=3 * grad.bytes)
     del grad
-    saved.clear()
+    node.saved.clear()
 
 
 def dropout(run: Run, name: str, x: Held, stop: bool = False) -> Held:
@@ -170,12 +170,12 @@ def add(run: Run, name: str, x: Held, branch: Held) -> Held:
     return out
 
 
-def add_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def add_backward(run: Run, node: Node) -> None:
     """The stream's gradient waits for the branch's, which starts from it, cast if the branch was half."""
-    (branch_bytes,) = extra
+    (branch_bytes,) = node.extra
     grad = run.take_grad()
     run.residual.append(grad)
     if branch_bytes != grad.bytes:
         moved = branch_bytes + grad.bytes
-        grad = run.ledger.make(f"{name}.dx", branch_bytes, Kind.TEMPORARY, moved=moved)
+        grad = run.ledger.make(f"{node.name}.dx", branch_bytes, Kind.TEMPORARY, moved=moved)
     run.grad = grad

@@ -39,14 +39,16 @@ class Ledger:
         dtype: str = "float32",
     ) -> None:
         """Write down one operation and what it allocated."""
-        self.frees = frees = []
+        frees: list[Buffer] = []
+        self.frees = frees
         allocated = tuple([held.buffer for held in made])
         self.records.append((name, self.phase, allocated, frees, kernel, shape, dtype, flops, moved))
 
     def make(self, name: str, size_bytes: int, kind: Kind, kernel: Kernel = Kernel.POINTWISE, moved: int = 0) -> Held:
         """An operation that moves memory and makes one buffer."""
         buffer = Buffer(name, size_bytes, kind, self.block)
-        self.frees = frees = []
+        frees: list[Buffer] = []
+        self.frees = frees
         self.records.append((name, self.phase, (buffer,), frees, kernel, (), "float32", 0, moved))
         return Held(self, buffer)
 

@@ -1,29 +1,27 @@
 """The head and the loss of an eager step: all logits at once as nanoGPT has them, or a chunk of rows at a time.
 
-The chunked loss is one autograd function that computes the loss and its gradients in the forward, so that no more
-than a chunk's logits ever exist. For `hidden` (rows, width), the head's `weight` (vocabulary, width) and `targets`:
+The chunked loss is `oomph.training.loss.chunked_loss`: one autograd function that computes the loss and its gradients
+in the forward, so that no more than a chunk's logits ever exist. For `hidden` (rows, width) and the head's `weight`:
 
-1. Under autocast `weight`, then `hidden`, are cast to half; the copies live until the forward returns.
+1. Under autocast `hidden`, then `weight`, are cast to half; the copies live until the forward returns.
 2. The running loss is made (float32, zero); with gradients also `grad_hidden`, empty and like the cast `hidden`, and
    `grad_weight`, zeros like `weight`.
-3. For each chunk of `loss_chunk` rows, the last one shorter: its logits; half ones are cast to float32 and let go; the
-   logarithms of their softmax, after which the logits are let go; those of the targets gathered, summed, and
-   subtracted from the running loss. Without gradients the chunk ends here.
-4. The logarithms become the gradient of the logits in place: exponentials, minus one at the target (scattered from a
-   column of minus ones), divided by the number of rows. In half precision they are cast and the float32 ones let go.
-5. A product with `weight` writes the chunk's rows of `grad_hidden`. A product with the chunk's `hidden` makes a
-   gradient of the weight, which is added into `grad_weight` and let go.
-6. After the last chunk the loss is divided by the number of rows, in place.
+3. For each chunk of rows: its logits; half ones are cast to float32 and let go; the logarithms of their softmax in
+   their place; those of the targets gathered and summed. Without gradients the chunk ends here.
+4. The logarithms become the gradient of the logits in place, with a column of minus ones scattered onto the targets.
+   In half precision they are cast and the float32 ones let go.
+5. A product with `weight` writes the chunk's rows of `grad_hidden`. A product with the chunk's `hidden` is added into
+   `grad_weight`: by the product itself, or, if that is float32 and the product half, from a buffer of its own.
 
-The backward multiplies both gradients by the incoming one in place and hands them on; autograd itself casts
-`grad_hidden` to the precision that `hidden` had.
+The backward multiplies both gradients by the incoming one in place, casts `grad_hidden` to the precision that `hidden`
+had, and hands them on.
 """
 
 from __future__ import annotations
 
-from oomph.step.gpt_eager_layers import Extra, linear, note_product
+from oomph.step.gpt_eager_layers import linear, note_product
 from oomph.step.gpt_eager_ledger import Held
-from oomph.step.gpt_eager_run import Run
+from oomph.step.gpt_eager_run import Node, Run
 from oomph.step.ops import Kernel, Kind, Phase
 
 HEAD = "lm_head"
@@ -53,14 +51,14 @@ def whole_loss(run: Run, hidden: Held, targets: Held) -> tuple[Held, Held]:
     return logits, loss
 
 
-def _whole_loss_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def _whole_loss_backward(run: Run, node: Node) -> None:
     """nll_loss, the cast back to half, log_softmax."""
     sizes, ledger = run.sizes, run.ledger
-    logarithms, losses = saved[0], saved[1 if sizes.autocast else 0]
+    logarithms, losses = node.saved[0], node.saved[1 if sizes.autocast else 0]
     grad = run.take_grad()
     dlosses = ledger.make("loss.nll_loss.dx", losses.bytes, Kind.LOGITS, moved=losses.bytes)
     del grad, losses
-    saved.clear()
+    node.saved.clear()
     if sizes.autocast:
         moved = dlosses.bytes + logarithms.bytes
         dlosses = ledger.make("loss.log_softmax.dx_half", logarithms.bytes, Kind.LOGITS, moved=moved)
@@ -68,7 +66,7 @@ def _whole_loss_backward(run: Run, name: str, saved: list[Held], extra: Extra) -
     run.grad = ledger.make("loss.log_softmax.dx", logarithms.bytes, Kind.LOGITS, Kernel.REDUCTION, moved)
 
 
-def chunked_loss(run: Run, hidden: Held, targets: Held, chunk: int) -> Held:
+def chunked_loss(run: Run, hidden: Held, chunk: int) -> Held:
     """The loss by chunks of rows, as the module's docstring has it."""
     sizes, ledger = run.sizes, run.ledger
     learns = run.nodes is not None
@@ -77,10 +75,10 @@ def chunked_loss(run: Run, hidden: Held, targets: Held, chunk: int) -> Held:
         ledger.phase = Phase.LOSS
     copies: list[Held] = []
     cast = hidden.bytes != hidden_bytes
+    if cast:
+        copies.append(ledger.make(f"{HEAD}.input", hidden_bytes, Kind.ACTIVATIONS, moved=3 * hidden_bytes))
     if sizes.autocast:
         copies.append(ledger.make(f"{HEAD}.weight.half", 2 * count, Kind.HALF_WEIGHTS, moved=6 * count))
-        if cast:
-            copies.append(ledger.make(f"{HEAD}.input", hidden_bytes, Kind.ACTIVATIONS, moved=3 * hidden_bytes))
     loss = ledger.make("loss", 4, Kind.LOGITS)
     saved: list[Held] = []
     if learns:
@@ -101,10 +99,10 @@ def _chunk(run: Run, rows: int, learns: bool) -> None:
     note_product(run, "loss.chunk_logits", (logits,), 1, rows, sizes.vocab, sizes.width)
     if compute == 2:
         logits = ledger.make("loss.chunk_logits_float", 4 * count, Kind.LOGITS, moved=6 * count)
-    logits = ledger.make("loss.chunk_log_softmax", 4 * count, Kind.LOGITS, Kernel.REDUCTION, 8 * count)
+    ledger.note("loss.chunk_log_softmax", (), Kernel.REDUCTION, 8 * count)
     picked = ledger.make("loss.chunk_picked", 4 * rows, Kind.LOGITS, Kernel.INDEX, 8 * rows)
     summed = ledger.make("loss.chunk_loss", 4, Kind.LOGITS, Kernel.REDUCTION, 4 * rows)
-    del picked, summed
+    del picked
     if not learns:
         return
     ledger.note("loss.chunk_softmax", (), Kernel.POINTWISE, 8 * count)
@@ -114,24 +112,27 @@ def _chunk(run: Run, rows: int, learns: bool) -> None:
     if compute == 2:
         logits = ledger.make("loss.chunk_dlogits_half", 2 * count, Kind.LOGITS, moved=6 * count)
     note_product(run, "loss.chunk_grad_hidden", (), 1, rows, sizes.width, sizes.vocab)
+    made: tuple[Held, ...] = ()
     weight_bytes = sizes.vocab * sizes.width * compute
-    grad = ledger.hold("loss.chunk_grad_weight", weight_bytes, Kind.TEMPORARY)
-    note_product(run, "loss.chunk_grad_weight", (grad,), 1, sizes.vocab, sizes.width, rows)
-    moved = weight_bytes + 2 * sizes.vocab * sizes.width * sizes.weight_bytes
-    ledger.note("loss.chunk_grad_weight_sum", (), Kernel.POINTWISE, moved)
+    if compute != sizes.weight_bytes:
+        made = (ledger.hold("loss.chunk_grad_weight", weight_bytes, Kind.TEMPORARY),)
+    note_product(run, "loss.chunk_grad_weight", made, 1, sizes.vocab, sizes.width, rows)
+    if made:
+        ledger.note("loss.chunk_grad_weight_sum", (), Kernel.POINTWISE, 5 * weight_bytes)
+    del summed
 
 
-def _chunked_loss_backward(run: Run, name: str, saved: list[Held], extra: Extra) -> None:
+def _chunked_loss_backward(run: Run, node: Node) -> None:
     ledger = run.ledger
-    (cast,) = extra
+    (cast,) = node.extra
     grad = run.take_grad()
-    weight = [saved.pop()]
-    hidden = saved.pop()
+    weight = [node.saved.pop()]
+    hidden = node.saved.pop()
     ledger.note("loss.grad_hidden", (), Kernel.POINTWISE, 2 * hidden.bytes)
     ledger.note("loss.grad_weight", (), Kernel.POINTWISE, 2 * weight[0].bytes)
-    del grad
     if cast:
         hidden = ledger.make(f"{HEAD}.dx.float", 2 * hidden.bytes, Kind.TEMPORARY, moved=3 * hidden.bytes)
+    del grad
     run.grad = hidden
     del hidden
     run.accumulate(f"{HEAD}.weight", weight)

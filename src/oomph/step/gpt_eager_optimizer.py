@@ -20,6 +20,7 @@ from oomph.step.params import Parameter, parameters
 
 _SMALL_8BIT = 4096  # bitsandbytes' min_8bit_size
 _BLOCK_8BIT = 256
+_TABLE_BYTES = 4 * 256  # a look-up table from bytes to float32
 _MUON_STEPS = 5  # torch.optim.Muon's ns_steps
 
 
@@ -44,6 +45,8 @@ class Optimizer:
         held = [Held(self.run.ledger, held.buffer) for held in self._state_of(self.matrices, True)]
         for group in self.groups:
             held += self._state_of(group, False)
+        if self.config.optimizer == "adamw8bit":
+            held += [self.run.ledger.hold(name, _TABLE_BYTES, Kind.OPTIMIZER) for name in ("qmap1", "qmap2")]
         return held
 
     def _hold(self, parameter: Parameter, part: str, size_bytes: int) -> Held:
@@ -85,6 +88,8 @@ class Optimizer:
         run = self.run
         self._clip()
         run.ledger.phase = Phase.OPTIMIZER
+        if first and self.config.optimizer == "adamw8bit":
+            self.state += [run.ledger.make(name, _TABLE_BYTES, Kind.OPTIMIZER) for name in ("qmap1", "qmap2")]
         if self.matrices:
             self._ask_scaler(fused=False)
             if first:
@@ -119,13 +124,10 @@ class Optimizer:
         if self._scaled:
             for _ in range(2 if self.matrices else 1):
                 self._unscale()
-        norms = [ledger.hold("clip.norm", self.weight_bytes, Kind.TEMPORARY) for _ in self.everything]
-        if self.run.sizes.cuda:
-            ledger.note("clip.norms", tuple(norms), Kernel.REDUCTION, total)
-        else:
-            for index in range(len(norms)):
-                ledger.note("clip.norms", (norms[index],), Kernel.REDUCTION, total // len(norms))
-        stacked = ledger.make("clip.stack", self.weight_bytes * len(norms), Kind.TEMPORARY)
+        count = len(self.everything)
+        norms = [ledger.hold("clip.norm", self.weight_bytes, Kind.TEMPORARY) for _ in range(count)]
+        ledger.note("clip.norms", tuple(norms), Kernel.REDUCTION, total)
+        stacked = ledger.make("clip.stack", self.weight_bytes * count, Kind.TEMPORARY)
         norm = ledger.make("clip.norm", self.weight_bytes, Kind.TEMPORARY, Kernel.REDUCTION)
         del stacked
         norms.clear()
@@ -144,9 +146,10 @@ class Optimizer:
         inverse = ledger.make("scaler.inverse_double", 8, Kind.TEMPORARY)
         del double
         inverse = ledger.make("scaler.inverse", 4, Kind.TEMPORARY)
-        self._check_finite(inverse)
+        self._check_finite()
+        del inverse
 
-    def _check_finite(self, inverse: Held) -> None:
+    def _check_finite(self) -> None:
         ledger = self.run.ledger
         found = ledger.make("scaler.found_inf", 4, Kind.TEMPORARY)
         copies = [ledger.make(name, 4, Kind.TEMPORARY) for name in ("scaler.found_inf", "scaler.inverse")]
@@ -161,7 +164,9 @@ class Optimizer:
             return
         ledger, unscaled = self.run.ledger, bool(self.config.grad_clip)
         if not unscaled and fused:
-            self._check_finite(ledger.make("scaler.inverse", 4, Kind.TEMPORARY))
+            inverse = ledger.make("scaler.inverse", 4, Kind.TEMPORARY)
+            self._check_finite()
+            del inverse
         elif not unscaled:
             self._unscale()
         if fused:
@@ -174,8 +179,7 @@ class Optimizer:
             return
         name = self.config.optimizer
         if name == "adafactor":
-            for parameter in group:
-                self._adafactor(parameter)
+            self._adafactor(group)
         elif name == "adamw8bit" or self.loop == "fused":
             self._in_place(group)
         elif self.loop == "foreach":
@@ -229,11 +233,19 @@ class Optimizer:
             del decayed
             ledger.note("sgd", (), Kernel.OPTIMIZER, 6 * size)
 
-    def _adafactor(self, parameter: Parameter) -> None:
+    def _adafactor(self, group: list[Parameter]) -> None:
+        """Each tensor in turn, by an estimate of its own size from its row and column."""
         ledger = self.run.ledger
-        size = parameter.numel * self.weight_bytes
-        estimate = ledger.make(f"{parameter.name}.update", size, Kind.TEMPORARY, Kernel.OPTIMIZER, 3 * size)
-        ledger.note(f"{parameter.name}.apply", (), Kernel.OPTIMIZER, 6 * size)
+        estimate: Held | None = None
+        for parameter in group:
+            size = parameter.numel * self.weight_bytes
+            sides = [side * self.weight_bytes for side in parameter.shape] if parameter.decayed else [size]
+            means = [
+                ledger.make(f"{parameter.name}.mean", side, Kind.TEMPORARY, Kernel.OPTIMIZER, size) for side in sides
+            ]
+            estimate = ledger.make(f"{parameter.name}.update", size, Kind.TEMPORARY, Kernel.OPTIMIZER, size)
+            means.clear()
+            ledger.note(f"{parameter.name}.apply", (), Kernel.OPTIMIZER, 9 * size)
         del estimate
 
     def _muon(self) -> None:

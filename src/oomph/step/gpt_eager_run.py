@@ -10,7 +10,16 @@ from oomph.step.ops import Kernel, Kind
 
 HALF_DTYPES = ("bfloat16", "float16")
 
-Backward = Callable[["Run", str, list[Held], tuple[int, ...]], None]
+Backward = Callable[["Run", "Node"], None]
+
+
+class Node:
+    """A node of the autograd graph: what it runs, and what it keeps for that."""
+
+    __slots__ = ("extra", "name", "run", "saved")
+
+    def __init__(self, run: Backward, name: str, saved: list[Held], extra: tuple[int, ...]) -> None:
+        self.run, self.name, self.saved, self.extra = run, name, saved, extra
 
 
 class Sizes:
@@ -41,6 +50,9 @@ class Sizes:
         self.dtype = self._dtype(config)
         self.loss_bytes = 2 if self.pure_half and not self.chunked else 4
         self.attention = self._attention(config)
+        # CUDA's flash kernel takes heads in multiples of 8: others are copied into wider ones.
+        self.pads = cuda and self.attention == "flash" and self.head_size % 8 != 0
+        self.kernel_head_size = -(-self.head_size // 8) * 8 if self.pads else self.head_size
 
     def _dtype(self, config: TrainConfig) -> str:
         if self.compute_bytes == 2 and config.dtype:
@@ -63,9 +75,7 @@ class Run:
         self.sizes = sizes
         self.ledger = Ledger()
         self.grads: dict[str, Held] = {}
-        self.nodes: list[tuple[Backward, str, list[Held], tuple[int, ...]]] | None = (
-            None  # None: no gradients are asked for
-        )
+        self.nodes: list[Node] | None = None  # None: no gradients are asked for
         self.half_weights: dict[str, Held] | None = None  # None: outside autocast
         self.training = True  # dropout drops, and gradients are asked for
         self.recomputed = False  # saved tensors are a checkpoint's, and go as soon as a node has read them
@@ -76,15 +86,15 @@ class Run:
     def save(self, backward: Backward, name: str, saved: list[Held], *extra: int) -> None:
         """Add a node to the autograd graph, where one is being built."""
         if self.nodes is not None:
-            self.nodes.append((backward, name, saved, extra))
+            self.nodes.append(Node(backward, name, saved, extra))
 
     def backward(self) -> None:
         """Run the graph's nodes, last first: the order of autograd's engine, which takes the newest that is ready."""
         nodes = self.nodes
         assert nodes is not None
         while nodes:
-            function, name, saved, extra = nodes.pop()
-            function(self, name, saved, extra)
+            node = nodes.pop()
+            node.run(self, node)
 
     @property
     def attends_plainly(self) -> bool:

@@ -13,7 +13,6 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 
-
 _GROUPS = (
     (".wte.", "token embedding"),
     (".wpe.", "position embedding"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ LossOf = Callable[[Any, tuple[torch.Tensor, ...]], torch.Tensor]
 
 def trace(
     model: nn.Module | Callable[[], nn.Module],
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
     *,
     loss: LossOf | None = None,
     dtype: str = "bfloat16",
@@ -44,7 +44,7 @@ def trace(
     first: bool = False,
     fake: bool = True,
 ) -> Step:
-    """One optimizer step and one evaluation of `model(*inputs)`.
+    """One optimizer step and one evaluation of `model(*inputs)`, or of `model(**inputs)` where they have names.
 
     `model` is a module, or a function that builds one, which is then called on fake tensors. `loss` picks the loss out
     of what the model returns; by default an attribute `loss`, the last of a tuple, or the result itself.
@@ -56,8 +56,10 @@ def trace(
         built = _prepare(model, mode if isinstance(mode, FakeTensorMode) else None)
         if not autocast:
             _convert(built, _DTYPES[dtype])
-        batch = tuple(torch.zeros_like(tensor) if fake else tensor for tensor in inputs)
-        program = _Program(built, batch, recorder, loss or loss_of, keep_output, accumulation)
+        names = tuple(inputs) if isinstance(inputs, Mapping) else ()
+        given = inputs.values() if isinstance(inputs, Mapping) else inputs
+        batch = tuple(torch.zeros_like(tensor) if fake else tensor for tensor in given)
+        program = _Program(built, batch, names, recorder, loss or loss_of, keep_output, accumulation)
         program.autocast_dtype = _DTYPES[dtype] if autocast and dtype != "float32" else None
         program.updater = Updater(built, optimizer, optimizer_loop, grad_clip, cuda, program.autocast_dtype)
         del batch
@@ -66,7 +68,7 @@ def trace(
             return program.play(first)
 
 
-def loss_of(result: Any, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def loss_of(result: Any, _batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The loss in what a model returns."""
     if isinstance(result, torch.Tensor):
         return result if result.dim() == 0 else result.float().mean()
@@ -134,12 +136,13 @@ class _Program:
         self,
         model: nn.Module,
         batch: tuple[torch.Tensor, ...],
+        names: tuple[str, ...],
         recorder: Recorder,
         loss: LossOf,
         keep_output: bool,
         accumulation: int,
     ) -> None:
-        self.model, self.batch, self.recorder = model, batch, recorder
+        self.model, self.batch, self.names, self.recorder = model, batch, names, recorder
         self.loss_of, self.keep_output, self.accumulation = loss, keep_output, accumulation
         self.output: Any = None
         self.loss: torch.Tensor | None = None
@@ -179,6 +182,12 @@ class _Program:
             return contextlib.nullcontext()
         return torch.autocast("cpu", dtype=self.autocast_dtype)
 
+    def call(self, batch: tuple[torch.Tensor, ...]) -> Any:
+        """What the model returns for a batch."""
+        if self.names:
+            return self.model(**dict(zip(self.names, batch, strict=True)))
+        return self.model(*batch)
+
     def fetch(self) -> tuple[torch.Tensor, ...]:
         """The next batch, on the device."""
         return tuple(tensor.clone() for tensor in self.batch)
@@ -193,11 +202,12 @@ class _Program:
             self.loss = self.loss / self.accumulation
         self.batch = self.fetch()
         self.recorder.phase = Phase.BACKWARD
-        self.updater.scale(self.loss).backward()  # type: ignore[no-untyped-call]
+        self.updater.scale(self.loss).backward()
 
     def _forward(self) -> None:
-        result = self.model(*self.batch)
+        result = self.call(self.batch)
         loss = self.loss_of(result, self.batch)
+        self.recorder.know_logits(result)
         kept = _without(result, loss) if self.keep_output else None
         del result
         self.output = kept
@@ -208,6 +218,10 @@ class _Program:
         self.updater.clip()
         self.recorder.phase = Phase.OPTIMIZER
         self.updater.step()
+        for tensor in self.updater.state():
+            made = self.recorder.find(tensor)
+            if made is not None:
+                made.kind = Kind.OPTIMIZER
 
     def evaluate(self) -> list[Section]:
         """estimate_loss: a first batch, then another while the first one's tensors are still held."""
@@ -220,7 +234,7 @@ class _Program:
             for name in ("evaluation, first batch", "evaluation, later batches"):
                 batch = self.fetch()
                 with self.autocast():
-                    result = self.model(*batch)
+                    result = self.call(batch)
                     found = self.loss_of(result, batch)
                     kept = _without(result, found) if self.keep_output else None
                     del result

@@ -7,17 +7,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomph.errors import InputError, Problem
+
+TRACED = ("adamw", "sgd", "muon")  # the others read numbers on the host, or are other packages'
+
 
 class Updater:
     """What happens to the parameters once their gradients are there."""
 
     def __init__(
-        self, model: nn.Module, optimizer: str, loop: str, grad_clip: float, cuda: bool, dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        optimizer: str,
+        loop: str,
+        grad_clip: float,
+        cuda: bool,
+        dtype: torch.dtype | None,
     ) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.grad_clip, self.cuda = grad_clip, cuda
+        self.grad_clip = grad_clip
         self.scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16 and cuda)
         self.optimizers = _build(self.parameters, optimizer, loop, model)
+
+    def state(self) -> list[torch.Tensor]:
+        """Every tensor the optimizers and the scaler keep."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        kept = [self.scaler._scale, self.scaler._growth_tracker] if self.scaler.is_enabled() else []
+        return [value for value in (*kept, *(v for s in states for v in s.values())) if isinstance(value, torch.Tensor)]
 
     def scale(self, loss: torch.Tensor) -> Any:
         """The loss as backward gets it."""
@@ -29,10 +45,7 @@ class Updater:
             return
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        if self.cuda:
-            _clip_foreach(self.parameters, self.grad_clip)
-        else:
-            nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
+        _clip(self.parameters, self.grad_clip)
 
     def step(self) -> None:
         """The update; then the gradients are let go."""
@@ -42,9 +55,8 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-
     def _step(self, optimizer: Any) -> None:
-        """GradScaler.step; an unfused optimizer is asked on the host whether to step, which fake tensors cannot tell."""
+        """GradScaler.step; for an unfused optimizer the host asks whether to step, which fake tensors cannot tell."""
         if not self.scaler.is_enabled() or getattr(optimizer, "_step_supports_amp_scaling", False):
             self.scaler.step(optimizer)
             return
@@ -53,8 +65,8 @@ class Updater:
         optimizer.step()
 
 
-def _clip_foreach(parameters: list[nn.Parameter], limit: float) -> None:
-    """clip_grad_norm_ as it runs on a GPU, where all norms are one kernel's work."""
+def _clip(parameters: list[nn.Parameter], limit: float) -> None:
+    """clip_grad_norm_ as it runs on real tensors: all norms in one call. It knows a fake tensor for no real one."""
     grads = [p.grad for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(grads, 2.0)
     total = torch.linalg.vector_norm(torch.stack([*norms]), 2.0)
@@ -65,6 +77,8 @@ def _clip_foreach(parameters: list[nn.Parameter], limit: float) -> None:
 
 def _build(parameters: list[nn.Parameter], name: str, loop: str, model: nn.Module) -> list[Any]:
     """The optimizers of a config's `optimizer` and `optimizer_loop`."""
+    if name not in TRACED:
+        raise InputError(Problem("optimizer", "this optimizer cannot be traced", name, ", ".join(TRACED)))
     flags: dict[str, Any] = {"fused": loop == "fused", "foreach": loop == "foreach"}
     matrices: list[nn.Parameter] = []
     if name == "muon":

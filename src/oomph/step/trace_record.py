@@ -7,6 +7,7 @@ storage tells when it is freed. Both work on fake tensors, which have storages o
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ _IGNORED = (torch.ops.prim.device.default,)
 class Live:
     """One allocation while it lives. Its kind may become known only later."""
 
-    __slots__ = ("block", "buffer", "extras", "kernel", "kind", "name", "numel", "size_bytes")
+    __slots__ = ("block", "buffer", "extras", "kernel", "kind", "name", "numel", "padded", "size_bytes")
 
     def __init__(self, name: str, size_bytes: int, numel: int, kind: Kind, block: int | None) -> None:
         self.name, self.size_bytes, self.numel, self.kind, self.block = name, size_bytes, numel, kind, block
         self.extras: list[Live] = []  # what a CUDA kernel allocates beside it and keeps as long
         self.buffer: Buffer | None = None
         self.kernel = ""  # of a logsumexp: the CUDA kernel that made it
+        self.padded = False  # and whether its heads were padded for it
 
     def settle(self) -> Buffer:
         """The buffer, the same one each time."""
@@ -57,7 +59,7 @@ class Recorder(TorchDispatchMode):
     """Writes down allocations and frees while it is active."""
 
     def __init__(self, cuda: bool, attention: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cuda = cuda
         self.attention = attention  # the CUDA kernel that stands for the CPU's
         self.phase = Phase.FORWARD
@@ -66,7 +68,8 @@ class Recorder(TorchDispatchMode):
         self.noted: list[Noted] = []
         self.live: dict[int, tuple[weakref.ref[Any], Live]] = {}
         self.parameters: set[int] = set()
-        self.attending = (False, False)  # whether the attention that runs next has a mask, and dropout
+        self.attending = (False, False, False)  # the attention that runs next: has a mask, has dropout, is padded
+        self.logits_numel = 0
         self.composing = False  # attention is being composed of plain products
         self.sole_uses = (0, 0)  # reference counts of a gradient that only the engine holds, seen from here
         self.calibrating = False
@@ -74,12 +77,12 @@ class Recorder(TorchDispatchMode):
     def enter(self, module: str) -> None:
         """A module's forward begins: what autograd notes from here on is its."""
         self.modules.append(module)
-        self.backward_modules.append((torch.autograd._get_sequence_nr(), module))
+        self.backward_modules.append((torch._C._autograd._get_sequence_nr(), module))
 
     def leave(self) -> None:
         """It ends: what follows is its parent's."""
         self.modules.pop()
-        self.backward_modules.append((torch.autograd._get_sequence_nr(), self.modules[-1] if self.modules else ""))
+        self.backward_modules.append((torch._C._autograd._get_sequence_nr(), self.modules[-1] if self.modules else ""))
 
     def calibrate(self) -> None:
         """See the reference counts of a gradient held by autograd's engine alone, where two gradients meet."""
@@ -99,6 +102,14 @@ class Recorder(TorchDispatchMode):
         if kind is Kind.PARAMETERS:
             self.parameters.add(id(tensor.untyped_storage()))
 
+    def know_logits(self, output: Any) -> None:
+        """From the model's output on, what has as many numbers as its largest tensor is logits, or as good as."""
+        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+        self.logits_numel = max(sizes, default=0)
+        for _, made in self.live.values():
+            if made.numel == self.logits_numel and made.kind in (Kind.ACTIVATIONS, Kind.TEMPORARY):
+                made.kind = Kind.LOGITS
+
     def find(self, tensor: torch.Tensor) -> Live | None:
         """The allocation behind a tensor."""
         entry = self.live.get(id(tensor.untyped_storage()))
@@ -108,6 +119,8 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if id(storage) in self.live:
             return
+        if tensor.numel() == self.logits_numel and kind in (Kind.ACTIVATIONS, Kind.TEMPORARY):
+            kind = Kind.LOGITS
         made = Live(name, storage.nbytes(), tensor.numel(), kind, block_of(name))
         self._watch(storage, made)
         allocated.append(made)
@@ -161,11 +174,8 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
-        number = node._sequence_nr()
-        for first, name in reversed(self.backward_modules):
-            if first <= number:
-                return name
-        return ""
+        place = bisect_right(self.backward_modules, node._sequence_nr(), key=lambda entry: entry[0])
+        return self.backward_modules[place - 1][1] if place else ""
 
     def _kind(self, func: Any, args: Any) -> Kind:
         if "scaled_dot_product" in func._opname:
@@ -193,16 +203,17 @@ class Recorder(TorchDispatchMode):
         Where gradients meet, autograd adds in place if it holds the only reference to the older one. While any
         dispatch mode is active it does not, so the recorder undoes that difference.
         """
-        first = args[0]
+        first: Any = args[0]
         if self.composing:
             return True  # attention's mask onto its scores
         if self.phase is not Phase.BACKWARD or torch.is_grad_enabled() or not isinstance(first, torch.Tensor):
             return False
-        uses = (first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
+        count: Any = first._use_count  # type: ignore[attr-defined]
+        uses = (count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
         if self.calibrating:
             self.sole_uses = uses
-        dense = first.is_contiguous() or first.t().is_contiguous() if first.dim() == 2 else first.is_contiguous()
-        return not first._is_view() and dense and uses <= self.sole_uses
+        alone = all(seen <= sole for seen, sole in zip(uses, self.sole_uses, strict=True))
+        return alone and first.is_contiguous() and not first._is_view()
 
     def _hand_on(self, old: torch.Tensor, new: torch.Tensor) -> None:
         entry = self.live.pop(id(old.untyped_storage()), None)
@@ -233,6 +244,8 @@ class Recorder(TorchDispatchMode):
             lse = self.find(args[5])
             if lse is not None and lse.kernel == "flash":
                 sizes: tuple[int, ...] = kernels.flash_backward_bytes(batch, heads, tokens, head_size)
+                if lse.padded:
+                    sizes = (allocated[0].size_bytes, allocated[0].size_bytes, *sizes)
             else:
                 sizes = kernels.efficient_backward_bytes(batch, heads, tokens, head_size, half)
             return [self._extra(allocated[0], size) for size in sizes]
@@ -244,11 +257,12 @@ class Recorder(TorchDispatchMode):
     def _flash_extras(self, args: Any, allocated: list[Live]) -> list[Live]:
         batch, heads, tokens, _ = args[0].shape
         out, lse = allocated
-        masked, drops = self.attending
+        masked, drops, padded = self.attending
         lse.kernel = self.attention if args[0].dtype in _HALVES and not masked else "efficient"
         if lse.kernel == "efficient":
             lse.size_bytes = kernels.efficient_lse_bytes(batch, heads, tokens) if self.saves else 0
             return []
+        lse.padded = padded
         lse.extras = [self._extra(out, size) for size in kernels.FLASH_STATE_BYTES]
         allocated += lse.extras
         return [self._extra(out, kernels.FLASH_STATE_BYTES[0])] if drops else []
@@ -274,8 +288,8 @@ class Recorder(TorchDispatchMode):
             Op(
                 each.name,
                 each.phase,
-                tuple(made.settle() for made in each.allocated),
-                tuple(made.settle() for made in each.freed),
+                tuple(made.settle() for made in each.allocated if made.size_bytes),
+                tuple(made.settle() for made in each.freed if made.size_bytes),
                 *each.arguments,
             )
             for each in self.noted

@@ -1,8 +1,8 @@
 """CUDA's rules on a build without CUDA: which operators autocast takes to float32, and which kernels run.
 
 PyTorch keeps autocast's lists per device. On the CPU, layer_norm, softmax and losses have other rules than on a GPU,
-and dropout and attention with dropout are composed of other operators. While `rules` is active for a GPU the CPU follows
-the GPU: `ATen/autocast_mode.h` of torch 2.13 is the source of the lists.
+and dropout and attention with dropout are composed of other operators. While `rules` is active for a GPU the CPU
+follows it: `ATen/autocast_mode.h` of torch 2.13 is the source of the lists.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch._C import DispatchKey, DispatchKeySet
 from oomph.step.trace_record import Recorder
 
 _FLOAT32 = (
-    "layer_norm native_layer_norm rms_norm group_norm nll_loss nll_loss2d exp log log10 log2 log1p rsqrt reciprocal "
-    "softplus cosine_similarity kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits "
-    "logsumexp pow.Tensor_Scalar pow.Tensor_Tensor"
-).split()
-_FLOAT32_RESULT = "softmax.int log_softmax.int cumsum cumprod sum sum.dim_IntList".split()
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "nll_loss", "nll_loss2d", "exp", "log", "log10",
+    "log2", "log1p", "rsqrt", "reciprocal", "softplus", "cosine_similarity", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "binary_cross_entropy_with_logits", "logsumexp", "pow.Tensor_Scalar", "pow.Tensor_Tensor",
+)  # fmt: skip
+_FLOAT32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")
 _COMPOSED = ("cross_entropy_loss",)  # the CPU casts its input whole; a GPU lets autocast see what it is composed of
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -75,6 +75,24 @@ def _composed(overload: Any) -> Callable[..., Any]:
     return call
 
 
+class _HeadByHead(torch.autograd.Function):
+    """Padded gradients come back from CUDA's kernel head by head, and are copied to lie token by token."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].clone()
+
+
+def _head_by_head(x: torch.Tensor) -> torch.Tensor:
+    apply: Any = _HeadByHead.apply
+    laid: torch.Tensor = apply(x)
+    return laid
+
+
 def _attends(recorder: Recorder) -> Callable[..., Any]:
     """scaled_dot_product_attention: PyTorch's own choice, or the CPU's fused kernel standing for CUDA's."""
     overload = torch.ops.aten.scaled_dot_product_attention.default
@@ -99,27 +117,38 @@ def _attends(recorder: Recorder) -> Callable[..., Any]:
     ) -> torch.Tensor:
         if enable_gqa:
             key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
-        recorder.attending = (attn_mask is not None, dropout_p > 0)  # CUDA's flash kernel takes no mask
+        size, masked = query.shape[-1], attn_mask is not None  # CUDA's flash kernel takes no mask
+        pads = recorder.attention == "flash" and not masked and query.dtype in _HALVES and size % 8 != 0
+        if pads:
+            if query.shape[1] > 1:
+                key, query, value = map(_head_by_head, (key, query, value))
+            query, key, value = (torch.nn.functional.pad(each, (0, -size % 8)) for each in (query, key, value))
+        recorder.attending = (masked, dropout_p > 0, pads)
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out: torch.Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        return out
+        return out[..., :size] if pads else out
 
     return fuse if recorder.cuda and recorder.attention != "math" else choose
 
 
-def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """A GPU's dropout is one kernel, which keeps a mask of a byte per number."""
     if not train or p == 0:
-        return input
-    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
+        return x
+    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0]
     return dropped
+
+
+def _library(key: str) -> Any:
+    """Overrides of PyTorch's operators for one dispatch key. Untyped in PyTorch itself."""
+    make: Any = torch.library.Library
+    return make("aten", "IMPL", key)
 
 
 @contextlib.contextmanager
 def rules(recorder: Recorder) -> Iterator[None]:
     """The recorder's device's rules, while active. They are global to the process until they end."""
-    casts = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    kernels = torch.library.Library("aten", "IMPL", "AutogradCPU")
+    casts, kernels = (_library(key) for key in ("AutocastCPU", "AutogradCPU"))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overriding a kernel is the purpose
