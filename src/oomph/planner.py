@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +17,10 @@ from oomph.predict import clock, cost
 from oomph.predict.footprint import Footprint, footprint
 from oomph.step import gpt, params
 from oomph.step.ops import Phase, Step
+from oomph.step.params import Parameter
 
+PROGRAMS = {"nanogpt": "nanoGPT", "oomph": "oomph train"}
+POSITIONS = "transformer.wpe.weight"  # nanoGPT counts its parameters without them
 NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT's estimate_mfu divides by an A100's bfloat16 peak, whatever the card
 
 
@@ -82,6 +86,12 @@ class Plan(msgspec.Struct, frozen=True):
     energy: cost.Energy | None
     notes: tuple[str, ...]
     steps: tuple[Step, Step]  # the run's first optimizer step, and a later one
+    traced: str | None = None  # the user's own model, where it stands in for nanoGPT's
+
+    @property
+    def program(self) -> str:
+        """The program that is planned, as a report names it."""
+        return Path(self.traced).name if self.traced else PROGRAMS[self.config.trainer]
 
     @property
     def config(self) -> TrainConfig:
@@ -115,32 +125,36 @@ def plan(
     step_ms: float | None = None,
     price_kwh: float = cost.PRICE_PER_KWH,
     currency: str = "USD",
+    model: str | None = None,
 ) -> Plan:
     """What training `config` on `device` needs.
 
     `config` is a preset ("gpt2"), a file, a mapping of keys, or a `TrainConfig`; `device` a card's name, a `Device`,
     or None for this machine. `reserve_mib` is kept free for the desktop and other programs. `step_ms` replaces the
-    predicted step time by a measured one. Raises `InputError` with everything that is wrong.
+    predicted step time by a measured one. `model` ("file.py:function", or a Hugging Face config.json) is traced in
+    place of nanoGPT's; it needs torch, and runs the file. Raises `InputError` with everything that is wrong.
     """
     loaded = configs.as_loaded(config)
     chosen = choose_device(device, loaded.config)
     loaded = configs.settle(loaded, chosen)
     settled = loaded.config
-    first, later = (gpt.build(settled, chosen.kind != "cpu", first, chosen.capability) for first in (True, False))
-    compute, data = _compute(settled, later), _data(settled)
-    times = clock.predict_times(later, settled, chosen)
+    parameters, steps = _traced(model, settled, chosen) if model else _by_arithmetic(settled, chosen)
+    counts = _model(parameters)
+    compute, data = _compute(settled, steps[1], traced=model is not None), _data(settled, counts)
+    times = clock.predict_times(steps[1], settled, chosen)
     time = _time(settled, chosen, compute, data, times, step_ms)
     return Plan(
         loaded=loaded,
         device=chosen,
-        model=_model(settled),
-        memory=footprint((first, later), settled, chosen, reserve_mib),
+        model=counts,
+        memory=footprint(steps, settled, chosen, reserve_mib),
         time=time,
         compute=compute,
         data=data,
         energy=cost.energy(chosen.watts, time.hours if time else None, price_kwh, currency),
         notes=(*loaded.notes, *chosen.notes, *devices.warnings(settled, chosen), *_remarks(settled)),
-        steps=(first, later),
+        steps=steps,
+        traced=model,
     )
 
 
@@ -153,13 +167,28 @@ def choose_device(device: Device | str | None, config: TrainConfig) -> Device:
     return devices.detect(config.device)
 
 
-def _model(config: TrainConfig) -> Model:
-    parameters = params.parameters(config)
+def _by_arithmetic(config: TrainConfig, device: Device) -> tuple[tuple[Parameter, ...], tuple[Step, Step]]:
+    """nanoGPT's model: its parameters, and the run's first and a later step."""
+    on_gpu = device.kind != "cpu"
+    first, later = (gpt.build(config, on_gpu, first, device.capability) for first in (True, False))
+    return params.parameters(config), (first, later)
+
+
+def _traced(model: str, config: TrainConfig, device: Device) -> tuple[tuple[Parameter, ...], tuple[Step, Step]]:
+    """The same of a model of the user's own."""
+    from oomph.step.user_model import trace_model  # imports torch
+
+    found = trace_model(model, config, device.kind != "cpu", device.capability)
+    return found.parameters, found.steps
+
+
+def _model(parameters: Sequence[Parameter]) -> Model:
     decayed = [p for p in parameters if p.decayed]
     kept = [p for p in parameters if not p.decayed]
+    total = sum(p.numel for p in parameters)
     return Model(
-        params=sum(p.numel for p in parameters),
-        params_nanogpt=params.count_nanogpt(config),
+        params=total,
+        params_nanogpt=total - sum(p.numel for p in parameters if p.name == POSITIONS),
         decay_params=sum(p.numel for p in decayed),
         no_decay_params=sum(p.numel for p in kept),
         decay_tensors=len(decayed),
@@ -168,16 +197,15 @@ def _model(config: TrainConfig) -> Model:
     )
 
 
-def _compute(config: TrainConfig, step: Step) -> Compute:
-    per_token = params.flops_per_token(config)
+def _compute(config: TrainConfig, step: Step, traced: bool) -> Compute:
     tokens = tokens_per_step(config)
-    executed = sum(
-        section.times * op.flops for section in step.sections for op in section.ops if op.phase is not Phase.EVAL
-    )
+    training = [(section.times, op) for section in step.sections for op in section.ops if op.phase is not Phase.EVAL]
+    executed = sum(times * op.flops for times, op in training) * config.world_size / tokens
+    per_token = executed if traced else params.flops_per_token(config)
     return Compute(
         flops_per_token=per_token,
-        flops_per_token_causal=params.flops_per_token_causal(config),
-        flops_per_token_executed=executed * config.world_size / tokens,
+        flops_per_token_causal=executed if traced else params.flops_per_token_causal(config),
+        flops_per_token_executed=executed,
         flops_per_step=per_token * tokens,
         total_flops=per_token * tokens * config.max_iters,
     )
@@ -188,7 +216,7 @@ def tokens_per_step(config: TrainConfig) -> int:
     return config.batch_size * config.block_size * config.gradient_accumulation_steps
 
 
-def _data(config: TrainConfig) -> Data:
+def _data(config: TrainConfig, model: Model) -> Data:
     per_step = tokens_per_step(config)
     total = per_step * config.max_iters
     return Data(
@@ -196,7 +224,7 @@ def _data(config: TrainConfig) -> Data:
         total_tokens=total,
         dataset_tokens=config.dataset_tokens,
         epochs=total / config.dataset_tokens if config.dataset_tokens else None,
-        tokens_per_param=total / params.count_nanogpt(config),
+        tokens_per_param=total / max(1, model.params_nanogpt),
     )
 
 

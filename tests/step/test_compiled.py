@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from trace_gpt import Gpt
 
 from oomph.config.schema import TrainConfig
-from oomph.predict.memory import find_peak, timeline
+from oomph.predict.memory import find_peak, rounded
 from oomph.step import gpt_compiled
 from oomph.step.compiled import compiled
-from oomph.step.ops import Kernel, Kind, Step
+from oomph.step.ops import Buffer, Kernel, Kind, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 
@@ -55,10 +56,18 @@ def planned(settings: TrainConfig, cuda: bool = True, first: bool = False) -> St
 
 def peaks(step: Step, rounding_bytes: int = 512) -> dict[str, int]:
     """The fullest moment of each training section."""
-    found = timeline(step, rounding_bytes)
-    ends = [first for _, first in found.sections[1:]] + [len(found.ops)]
-    spans = {name: found.total_bytes[first:end] for (name, first), end in zip(found.sections, ends, strict=True)}
-    return {name: max(span) for name, span in spans.items() if not name.startswith("evaluation")}
+
+    def size(buffers: Iterable[Buffer]) -> int:
+        return sum(rounded(buffer.bytes, rounding_bytes) for buffer in buffers)
+
+    found: dict[str, int] = {}
+    live = size(step.resident)
+    for section in step.sections:
+        for op in section.ops:
+            live += size(op.allocates)
+            found[section.name] = max(found.get(section.name, 0), live)
+            live -= size(op.frees)
+    return {name: most for name, most in found.items() if not name.startswith("evaluation")}
 
 
 def assert_agrees(settings: TrainConfig, cuda: bool = True, first: bool = False) -> None:

@@ -36,7 +36,8 @@ def run(argv: list[str]) -> int:
     if options.snapshot:
         _write_snapshot(options.snapshot, asked)
     if options.svg or not options.json:
-        _report(options, [asked, make(configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer]))])
+        others = [] if options.model else [OTHER_TRAINER[loaded.config.trainer]]
+        _report(options, [asked, *(make(configs.with_trainer(loaded, trainer)) for trainer in others)])
     return 1 if asked.memory.fits is False else 0
 
 
@@ -49,6 +50,7 @@ def _planner(options: argparse.Namespace, device: Device) -> Callable[[LoadedCon
             step_ms=options.step_ms,
             price_kwh=options.price_kwh,
             currency=options.currency,
+            model=options.model,
         )
 
     return make
@@ -113,6 +115,11 @@ def _parser() -> VerbParser:
     parser = VerbParser("plan", "What a training run needs: memory, time, money; nanoGPT and oomph train side by side.")
     add_source(parser)
     add_device(parser)
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="a model of your own, traced in place of nanoGPT's (this runs the file), or a Hugging Face config.json",
+    )
     parser.add_argument("--step_ms", type=positive, metavar="MS", help="a measured step time instead of the predicted")
     parser.add_argument(
         "--price_kwh", type=positive, default=PRICE_PER_KWH, metavar="PRICE", help="of electricity; default %(default)s"

@@ -14,11 +14,10 @@ def fit_to_markdown(summary: FitSummary) -> str:
         f"{summary.title}  \n{summary.setting}  \n{summary.device}",
     ]
     for section in summary.sections:
-        rows = [line.cells() for line in section.lines]
-        parts.append(f"### {section.title.capitalize()}\n\n{table(HEADINGS, rows)}")
+        rows = [(*line.cells(), line.effect) for line in section.lines]
+        parts.append(f"### {section.title.capitalize()}\n\n{table((*HEADINGS, 'effect on the training'), rows)}")
     for heading, sentences in (
         ("Why", summary.why),
-        ("What changes in the training", summary.effects),
         ("To know", summary.notes),
     ):
         if sentences:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import msgspec
 
-from oomph.config import TrainConfig
+from oomph.config import DEFAULT_LOSS_CHUNK
 from oomph.fitting.cards import CardOption, Cards
 from oomph.fitting.patch import PATCH, WHY_SAFE
 from oomph.fitting.result import Fit, Option
 from oomph.report.summary import summarise
+from oomph.units import count
 
 SECTIONS = {
-    "nanogpt": "the same training, nanoGPT as it is",
-    "patched": "the same training, nanoGPT with a two-line patch",
-    "oomph": "the same training, oomph train",
-    "nearly": "nearly the same training",
-    "different": "another training: the last resort",
+    "same": "fits, and the training is the same",
+    "nearly": "fits, and the training is nearly the same",
+    "different": "fits, but is another training: the last resort",
+    "no": "does not fit",
 }
-HEADINGS = ("", "option", "batch", "MiB", "saved", "tokens/s", "hours", "advice")
+PROGRAMS = {"nanogpt": "nanoGPT", "patched": "patched", "oomph": "oomph"}
+HEADINGS = ("", "option", "program", "batch", "MiB", "saved", "tokens/s", "hours", "advice")
 CARD_HEADINGS = ("card", "MiB", "as", "needs", "tokens/s", "hours", "rent, USD")
 UNKNOWN = "–"
 
@@ -27,21 +28,22 @@ class Line(msgspec.Struct, frozen=True):
 
     number: int  # counted from 1, as `--option` takes it
     option: str
-    batch: str
+    program: str
+    batch: str  # sequences to an optimizer step
     total: str
     saved: str
     tokens_per_s: str
     hours: str
     advice: str
+    effect: str
     fits: bool
     best: bool
-    safest: bool
 
     def cells(self) -> tuple[str, ...]:
         """The row, with its mark."""
         mark = "★" if self.best else "✓" if self.fits else "✗"
-        figures = (self.option, self.batch, self.total, self.saved, self.tokens_per_s, self.hours, self.advice)
-        return (f"{mark} {self.number}", *figures)
+        figures = (self.batch, self.total, self.saved, self.tokens_per_s, self.hours)
+        return (f"{mark} {self.number}", self.option, self.program, *figures, self.advice)
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -92,7 +94,7 @@ def summarise_fit(fit: Fit) -> FitSummary:
 
 
 def is_yes(fit: Fit) -> bool:
-    """Whether something fits that is what was asked for: the same training, or a model that was to be found; in time."""
+    """Whether something fits, in time, that was asked for: the same training, or a model that was to be found."""
     chosen = fit.chosen
     if chosen is None:
         return False
@@ -100,59 +102,56 @@ def is_yes(fit: Fit) -> bool:
     return in_time and (chosen.kind == "same" or fit.seeks_a_model)
 
 
-def describe(option: Option, asked: TrainConfig) -> str:
+def describe(option: Option) -> str:
     """An option in few words: the batch, and what else is new."""
     config = option.plan.config
-    words = [f"{config.batch_size} × {config.gradient_accumulation_steps}"]
-    words += [_WORDS[key](config) for key in option.changes if key in _WORDS]
-    if config.checkpoint_layers and config.checkpoint_layers != asked.checkpoint_layers:
-        words.append(f"{config.checkpoint_layers} blocks checkpointed")
-    if config.loss_chunk and config.loss_chunk != asked.loss_chunk:
-        words.append(f"loss by {config.loss_chunk}")
-    return ", ".join(words)
+    words = {
+        "n_layer": f"{config.n_layer} layers",
+        "n_embd": f"width {config.n_embd}",
+        "block_size": f"block {config.block_size}",
+        "compile": "compiled" if config.compile else "not compiled",
+        "checkpoint_layers": f"{config.checkpoint_layers} blocks checkpointed",
+        "optimizer": config.optimizer,
+        "optimizer_loop": f"{config.optimizer_loop} optimizer",
+        "dtype": config.dtype or "",
+        "autocast": "autocast" if config.autocast else "bfloat16 throughout",
+        "expandable_segments": "expandable segments" if config.expandable_segments else "fixed segments",
+    }
+    said = [words[key] for key in words if key in option.changes]
+    if config.trainer == "oomph" and config.loss_chunk != DEFAULT_LOSS_CHUNK:  # oomph's own default needs no word
+        said.append(f"loss by {config.loss_chunk}" if config.loss_chunk else "loss at once")
+    return ", ".join([f"{config.batch_size} × {config.gradient_accumulation_steps}", *said])
 
 
-_WORDS = {
-    "n_layer": lambda config: f"{config.n_layer} layers",
-    "n_embd": lambda config: f"width {config.n_embd}",
-    "block_size": lambda config: f"block {config.block_size}",
-    "compile": lambda config: "compiled" if config.compile else "not compiled",
-    "expandable_segments": lambda config: "expandable segments",
-    "optimizer": lambda config: config.optimizer,
-    "optimizer_loop": lambda config: f"{config.optimizer_loop} optimizer",
-    "dtype": lambda config: config.dtype,
-    "autocast": lambda config: "autocast" if config.autocast else "bfloat16 throughout",
-}
+def describe_model(option: Option) -> str:
+    """A model in few words."""
+    config = option.plan.config
+    size = f"{config.n_layer} layers × {config.n_embd}, {count(option.plan.model.params_nanogpt)}"
+    return f"{size}, {config.batch_size} × {config.gradient_accumulation_steps}"
 
 
 def _titles(fit: Fit) -> dict[str, str]:
-    if fit.seeks_a_model:
-        return {"different": "models that fit" if not fit.proposed else "models"}
-    if fit.now.config.trainer == "oomph":
-        order = ("oomph", "nanogpt", "patched", "nearly", "different")
-        return {key: SECTIONS[key] for key in order}
-    return SECTIONS
+    return SECTIONS | {"different": "models that fit"} if fit.seeks_a_model else SECTIONS
 
 
 def _section(option: Option) -> str:
-    if option.kind != "same":
-        return option.kind
-    return "patched" if option.patched else option.trainer
+    return option.kind if option.fits else "no"
 
 
 def _line(fit: Fit, index: int, option: Option) -> Line:
     return Line(
         number=index + 1,
-        option=describe(option, fit.now.config),
+        option=describe_model(option) if fit.seeks_a_model else describe(option),
+        program=PROGRAMS["patched" if option.patched else option.trainer],
         batch=f"{option.sequences:,}",
         total=f"{option.plan.memory.total_mib:,.0f}",
         saved=f"{option.saved_mib:,.0f}" if not fit.proposed else UNKNOWN,
         tokens_per_s=UNKNOWN if option.tokens_per_s is None else f"{option.tokens_per_s:,.0f}",
         hours=UNKNOWN if option.hours is None else f"{option.hours:,.1f}",
         advice=option.reason,
+        effect=option.effect,
         fits=option.fits,
         best=index == fit.best,
-        safest=index == fit.safest,
     )
 
 

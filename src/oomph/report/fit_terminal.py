@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from oomph.fitting.cards import Cards
-from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, Line, Section, card_rows
+from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, Line, card_rows
 
+GAP = 2  # columns between columns
+LEFT = ("", "option", "program", "advice")
 WIDE = 100  # columns from which advice has a column of its own
 
 
@@ -27,7 +29,8 @@ def print_fit(summary: FitSummary, file: IO[str] | None = None) -> None:
             Text(summary.title, style="bold"),
             Text(summary.setting),
             Text(summary.device),
-            Padding(_table(summary, width >= WIDE), (1, 0, 1, 0)),
+            *_tables(summary, width),
+            Text(),
             *_list("why", summary.why),
             *_list("what changes in the training", summary.effects),
             *_patch(summary),
@@ -38,25 +41,33 @@ def print_fit(summary: FitSummary, file: IO[str] | None = None) -> None:
     )
 
 
-def _table(summary: FitSummary, wide: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+def _tables(summary: FitSummary, width: int) -> list[RenderableType]:
+    """A table a section, all with the same columns: figures as wide as they are, words in what is left."""
+    wide = width >= WIDE
     headings = HEADINGS if wide else HEADINGS[:-1]
-    for heading in headings:
-        left = heading in ("", "option", "advice")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=not left or heading == "")
-    for section in summary.sections:
-        _rows(table, section, wide)
-    return table
+    rows = [_cells(line, wide) for section in summary.sections for line in section.lines]
+    columns = list(zip(headings, *rows, strict=True))
+    widths = [max(len(part) for cell in column for part in cell.split("\n")) for column in columns]
+    left = width - sum(widths) - GAP * (len(widths) - 1) + widths[1] + (widths[-1] if wide else 0)
+    widths[1] = min(widths[1], left * 3 // 5 if wide else left)
+    if wide:
+        widths[-1] = min(widths[-1], left - widths[1])
+    shown: list[RenderableType] = []
+    for place, section in enumerate(summary.sections):
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0), show_header=place == 0)
+        for heading, cells in zip(headings, widths, strict=True):
+            table.add_column(heading, justify="left" if heading in LEFT else "right", width=cells)
+        for line in section.lines:
+            table.add_row(*_cells(line, wide), style=_style(line))
+        shown += [Text(f"\n{section.title}", style="italic"), table]
+    return shown
 
 
-def _rows(table: Table, section: Section, wide: bool) -> None:
-    blank = [""] * (len(table.columns) - 2)
-    table.add_row("", Text(section.title, style="italic"), *blank)
-    for line in section.lines:
-        cells = list(line.cells())
-        if not wide:
-            cells[1] = f"{cells[1]}\n  {cells.pop()}"
-        table.add_row(*cells, style=_style(line))
+def _cells(line: Line, wide: bool) -> list[str]:
+    cells = list(line.cells())
+    if not wide:
+        cells[1] = f"{cells[1]}\n  {cells.pop()}"
+    return cells
 
 
 def _style(line: Line) -> str:

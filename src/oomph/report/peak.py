@@ -35,7 +35,7 @@ def _logits(about: Plan) -> str | None:
     config = about.config
     one_bytes = config.batch_size * config.block_size * config.vocab_size * (4 if config.dtype == "float32" else 2)
     large = [b for b in about.memory.peak.live if b.kind is Kind.LOGITS and b.bytes >= LOGITS_SHARE * one_bytes]
-    if not large:
+    if not large or about.traced:
         return None
     held = mib(sum(buffer.bytes for buffer in large))
     names = ", ".join(dict.fromkeys(buffer.name for buffer in large))
@@ -46,6 +46,8 @@ def _logits(about: Plan) -> str | None:
 
 def _layers(about: Plan) -> str:
     held = mib(sum(b.bytes for b in about.memory.peak.live if b.kind in (Kind.ACTIVATIONS, Kind.ATTENTION)))
+    if about.traced:
+        return f"what the forward keeps for the backward holds {_share(about, held)}"
     layers = about.config.n_layer
     scores = "" if about.config.attention == "math" else "; the T × T scores of attention are never stored"
     return f"the {layers} layers keep {_share(about, held)}, {held / layers:,.0f} MiB each{scores}"
@@ -60,7 +62,7 @@ def _weights(about: Plan, shares: dict[str, float]) -> str:
 def _without_logits(about: Plan) -> list[str]:
     """What not returning the logits would change, by the same simulation."""
     config = about.config
-    if not config.return_logits:
+    if not config.return_logits or about.traced:
         return []
     changed = msgspec.structs.replace(about.loaded, config=msgspec.structs.replace(config, return_logits=False))
     other = plan(changed, about.device)

@@ -16,7 +16,6 @@ from oomph.report.timeline import sparkline
 from oomph.units import count, duration, money, scientific
 
 SPARKLINE_COLUMNS = 78
-PROGRAM = {"nanogpt": "nanoGPT", "oomph": "oomph train"}
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -82,6 +81,10 @@ def summarise(plans: Sequence[Plan], now: datetime | None = None) -> Summary:
 
 def _title(plan: Plan) -> str:
     config = plan.config
+    if plan.traced:
+        return (
+            f"{plan.program}, {count(plan.model.params)} parameters, called with {config.block_size} tokens a sequence"
+        )
     return (
         f"GPT, {count(plan.model.params_nanogpt)} parameters: {config.n_layer} layers × {config.n_embd}, "
         f"{config.n_head} heads, block {config.block_size}, vocabulary {config.vocab_size}"
@@ -114,7 +117,7 @@ def _device(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> Verdict:
-    program, memory = PROGRAM[plan.config.trainer], plan.memory
+    program, memory = plan.program, plan.memory
     need = f"{memory.total_mib:,.0f} MiB"
     if memory.fits is None or memory.headroom_mib is None:
         return Verdict(program, None, f"{program} needs {need}")
@@ -134,7 +137,7 @@ def _bar(plan: Plan) -> Bar:
     parts += [("reserved, unused", unused)] if unused > 0 else []
     context = "Python and torch" if plan.device.kind == "cpu" else "CUDA context"
     parts += [(context, memory.context_mib)] if memory.context_mib else []
-    return Bar(PROGRAM[plan.config.trainer], tuple(parts), memory.total_mib, memory.capacity_mib)
+    return Bar(plan.program, tuple(parts), memory.total_mib, memory.capacity_mib)
 
 
 def _paces(plan: Plan, now: datetime) -> tuple[Pace, ...]:
@@ -169,8 +172,8 @@ def _finish(now: datetime, seconds: float) -> str:
 
 def _facts(plans: Sequence[Plan]) -> list[tuple[str, str]]:
     plan = plans[0]
-    facts = [(PROGRAM[plan.config.trainer], sentence) for sentence in peak.sentences(plan)]
-    facts += [(PROGRAM[other.config.trainer], peak.sentences(other)[0]) for other in plans[1:]]
+    facts = [(plan.program, sentence) for sentence in peak.sentences(plan)]
+    facts += [(other.program, peak.sentences(other)[0]) for other in plans[1:]]
     if plan.time is not None:
         facts.append(("use", _use(plan)))
     facts.append(("data", _data(plan)))

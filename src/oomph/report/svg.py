@@ -8,7 +8,7 @@ from html import escape
 from oomph.planner import Plan
 from oomph.report import timeline
 from oomph.report.palette import look
-from oomph.report.summary import PROGRAM, Bar, Summary
+from oomph.report.summary import Bar, Summary
 
 WIDTH, LEFT, RIGHT, ROW = 900, 120, 110, 54
 STYLE = (
@@ -42,7 +42,7 @@ def to_svg(summary: Summary, plans: Sequence[Plan]) -> str:
         label = f"{summary.device.split(',')[0]}: {limits[0]:,.0f} MiB"
         body.append(f'<text class="small" x="{x:.1f}" y="{bottom + 16}" text-anchor="end">{escape(label)}</text>')
     for index, plan in enumerate(plans):
-        title = f"{PROGRAM[plan.config.trainer]}, allocated over one optimizer step, operation by operation"
+        title = f"{plan.program}, allocated over one optimizer step, operation by operation"
         chart = timeline.to_svg(plan, title)
         body.append(f'<g transform="translate(0 {bars_height + index * timeline.HEIGHT})">{chart}</g>')
     verdict = " ".join(f"{verdict.text}." for verdict in summary.verdicts)

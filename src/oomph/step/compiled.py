@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from oomph.config.schema import NEWEST_TORCH, TrainConfig
 from oomph.step.compiled_capture import capture
 from oomph.step.compiled_gpt_backward import DONATED_FROM, ONE_HOT_BEFORE
-from oomph.step.compiled_inductor import plan
+from oomph.step.compiled_inductor import plan, report_strides
 from oomph.step.compiled_lines import GraphOps, Reader
 from oomph.step.compiled_loop import Loop, Programs
 from oomph.step.gpt_eager_optimizer import Optimizer
@@ -193,6 +193,8 @@ class _Maker:
             self.visible = len(self.shapes)
         visible = 0 if backward else self.visible
         planned = plan(graph, inputs, cuda=self.cuda, backward=backward, inference=inference, visible=visible)
+        if name == "forward":
+            report_strides(planned)
         buffers: list[Buffer | None]
         if backward:
             buffers = self._backward_inputs(list(planned.graph.graph_inputs), inputs)

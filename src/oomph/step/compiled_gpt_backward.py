@@ -68,7 +68,7 @@ class Backward:
         """
         p, s, saved = self.p, self.s, self.saved
         count = s.rows * s.vocab
-        in_place = not zeros and version >= DONATED_FROM and s.padded(s.vocab) == s.vocab
+        in_place = not zeros and version >= DONATED_FROM
         wide: list[Buffer] = []
         one_hot = version < ONE_HOT_BEFORE
         if one_hot:

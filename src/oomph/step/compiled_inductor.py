@@ -19,7 +19,9 @@ import msgspec
 import torch
 from torch import fx
 from torch._dynamo.device_interface import CudaInterface
+from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
+from torch._inductor import ir
 from torch._inductor import scheduler as inductor_scheduler
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.compile_fx import _recursive_post_grad_passes, _recursive_record_original_output_strides
@@ -66,24 +68,19 @@ def plan(
     graph: fx.GraphModule, inputs: Sequence[Any], *, cuda: bool, backward: bool, inference: bool, visible: int
 ) -> Planned:
     """Inductor's plan. `visible` is how many of the first outputs a user sees (their strides are kept)."""
-    graph = _copied(graph)
-    fake_mode = _moved_to_card(graph) if cuda else V.fake_mode
-    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"] if cuda else inputs
     found: list[Any] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_reading_lines(found))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(V.set_fake_mode(fake_mode))
         stack.enter_context(inductor_config.patch(graph_partition=False, cpp_wrapper=False, comprehensive_padding=cuda))
         if cuda:
             stack.enter_context(_pretending_a_card())
-        view_to_reshape(graph)  # type: ignore[no-untyped-call]
-        _recursive_record_original_output_strides(graph)
-        output = next(iter(reversed(graph.graph.nodes)))
-        output.meta["user_visible_output_idxs"] = list(range(visible))
-        _recursive_post_grad_passes(graph, is_inference=inference)
+        rewritten, fake_mode = _rewritten(graph, inputs, cuda, inference, visible)
+        stack.enter_context(V.set_fake_mode(fake_mode))
+        if cuda:
+            inputs = [node.meta["val"] for node in rewritten.graph.nodes if node.op == "placeholder"]
         lowered = GraphLowering(
-            graph,
+            rewritten,
             example_inputs=inputs,
             shape_env=ShapeEnv(),
             graph_id=0,
@@ -94,14 +91,55 @@ def plan(
         with V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]), DebugContext():
             lowered.run(*inputs)
             lowered.codegen()
-    return Planned(found, lowered, graph)
+    return Planned(found, lowered, rewritten)
 
 
-def _copied(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy that may be rewritten: AOTAutograd still reads the original."""
+def report_strides(planned: Planned) -> None:
+    """Tells AOTAutograd how inductor laid out what forward saves, so that backward expects it so."""
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    for output in planned.graph.graph_outputs:
+        known = isinstance(output, ir.IRNode) and output.has_tensor_output()
+        context.output_strides.append(tuple(int(stride) for stride in output.get_stride()) if known else None)
+
+
+def _rewritten(
+    graph: fx.GraphModule, inputs: Sequence[Any], cuda: bool, inference: bool, visible: int
+) -> tuple[fx.GraphModule, FakeTensorMode]:
+    """The graph after inductor's own rewriting passes, on the card if there is to be one, and its tensors' mode.
+
+    A few passes compute on their tensors in ways that fake tensors of a card refuse on a build without CUDA. Those
+    graphs are rewritten on the CPU and moved afterwards; the passes differ little.
+    """
+    copy = _copied(graph, inputs)
+    if cuda:
+        fake_mode = _moved_to_card(copy)
+        try:
+            _rewrite(copy, fake_mode, inference, visible)
+            return copy, fake_mode
+        except RuntimeError:
+            copy = _copied(graph, inputs)
+    _rewrite(copy, V.fake_mode, inference, visible)
+    return copy, _moved_to_card(copy) if cuda else V.fake_mode
+
+
+def _rewrite(graph: fx.GraphModule, fake_mode: FakeTensorMode, inference: bool, visible: int) -> None:
+    with V.set_fake_mode(fake_mode):
+        view_to_reshape(graph)  # type: ignore[no-untyped-call]
+        _recursive_record_original_output_strides(graph)
+        output = next(iter(reversed(graph.graph.nodes)))
+        output.meta["user_visible_output_idxs"] = list(range(visible))
+        _recursive_post_grad_passes(graph, is_inference=inference)
+
+
+def _copied(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """A copy on these inputs that may be rewritten: AOTAutograd still reads the original."""
     copy = fx.Graph()
     result = copy.graph_copy(graph.graph, {})
     copy.output(result).meta.update(next(iter(reversed(graph.graph.nodes))).meta)
+    for node, value in zip(copy.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["val"] = value
     return fx.GraphModule(graph, copy)
 
 

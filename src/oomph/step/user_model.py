@@ -1,0 +1,161 @@
+"""A model of the user's own: built from their file or a Hugging Face config, traced into the same op lists.
+
+`file.py:function` runs the user's code, because it is asked to: the one exception to "input is never executed".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from oomph.config.schema import TrainConfig
+from oomph.errors import InputError, Problem, nearest
+from oomph.step.gpt import workspaces
+from oomph.step.ops import Buffer, Kind, Step
+from oomph.step.params import Parameter
+
+
+class Traced(msgspec.Struct, frozen=True):
+    """A user's model as plans need it."""
+
+    parameters: tuple[Parameter, ...]
+    steps: tuple[Step, Step]  # the first optimizer step, and a later one
+
+
+def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: tuple[int, int] | None = None) -> Traced:
+    """The op lists of the model that `spec` names: `file.py:function`, or a Hugging Face `config.json`.
+
+    The function takes nothing and returns a module that is called with token ids and targets, both (batch_size,
+    block_size), and returns a loss, or a tuple with one; or it returns that module and the inputs to call it with.
+    """
+    with redirect_stdout(sys.stderr):  # what the model prints is not part of our answer
+        build, inputs = _builder(spec, config)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = build()
+            parameters = tuple(Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in model.named_parameters())
+        first, later = (_step(spec, build, inputs, config, cuda, capability, first) for first in (True, False))
+    return Traced(parameters, (first, later))
+
+
+def _step(
+    spec: str,
+    build: Callable[[], nn.Module],
+    inputs: tuple[torch.Tensor, ...],
+    config: TrainConfig,
+    cuda: bool,
+    capability: tuple[int, int] | None,
+    first: bool,
+) -> Step:
+    options: dict[str, Any] = {
+        "dtype": config.dtype,
+        "autocast": config.autocast,
+        "cuda": cuda,
+        "optimizer": config.optimizer,
+        "optimizer_loop": config.optimizer_loop,
+        "accumulation": config.gradient_accumulation_steps // config.world_size,
+        "grad_clip": config.grad_clip,
+        "first": first,
+    }
+    workspace_bytes = workspaces(capability) if cuda else ()
+    try:
+        if config.compile:
+            from oomph.step.compiled import compiled
+
+            return compiled(
+                build, inputs, torch_version=config.torch_version, workspace_bytes=workspace_bytes, **options
+            )
+        from oomph.step.trace import trace
+
+        step = trace(build, inputs, attention=config.attention, **options)
+    except InputError:
+        raise
+    except Exception as error:
+        how = "as torch.compile would" if config.compile else "eagerly"
+        problem = Problem(spec, f"the model cannot be traced {how}: {type(error).__name__}: {error}")
+        raise InputError(problem) from error
+    held = tuple(Buffer("cublas", size, Kind.WORKSPACE) for size in workspace_bytes)
+    return Step(step.resident + held, step.sections)
+
+
+def _builder(spec: str, config: TrainConfig) -> tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]:
+    path, colon, function = spec.rpartition(":")
+    ids = torch.zeros((config.batch_size, config.block_size), dtype=torch.int64)
+    if spec.endswith(".json"):
+        return _hugging_face(Path(spec)), (ids, ids)
+    if not colon or not path.endswith(".py"):
+        raise InputError(Problem(f"--model {spec}", "names no model", allowed="file.py:function, or a config.json"))
+    build = _function(Path(path), function)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = _call(spec, build)
+    if isinstance(made, nn.Module):
+        return build, (ids, ids)
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return lambda: build()[0], tuple(torch.zeros(t.shape, dtype=t.dtype) for t in made[1])
+    allowed = "an nn.Module, or a tuple of an nn.Module and its inputs"
+    raise InputError(Problem(spec, "returns no model", found=type(made).__name__, allowed=allowed))
+
+
+def _function(path: Path, name: str) -> Callable[[], Any]:
+    """The function `name` of a Python file, which is run to find it."""
+    if not path.is_file():
+        raise InputError(Problem(str(path), "there is no such file"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # so that the file's own imports work
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(Problem(str(path), f"running it raised {type(error).__name__}: {error}")) from error
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    found: Any = getattr(module, name, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        allowed = ", ".join(functions) or None
+        problem = Problem(str(path), f"has no function '{name}'", allowed=allowed, nearest=nearest(name, functions))
+        raise InputError(problem)
+    return lambda: _call(f"{path}:{name}", found)
+
+
+def _call(spec: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(Problem(spec, f"calling it raised {type(error).__name__}: {error}")) from error
+
+
+class _Causal(nn.Module):
+    """A transformers model called as nanoGPT's is: ids and targets in, logits and loss out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = self.model(input_ids=ids, labels=targets, use_cache=False)
+        return result.logits, result.loss
+
+
+def _hugging_face(path: Path) -> Callable[[], nn.Module]:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        allowed = "pip install transformers"
+        raise InputError(Problem(str(path), "needs the package transformers", allowed=allowed)) from None
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise InputError(Problem(str(path), f"transformers cannot read it: {error}")) from error
+    return lambda: _Causal(AutoModelForCausalLM.from_config(config))

@@ -1,0 +1,108 @@
+"""A model of the user's own, from a file or a Hugging Face config, planned like nanoGPT's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import oomph
+from oomph.cli.main import main
+from oomph.errors import InputError
+
+FILE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+print("a model that talks")
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(96, 32)
+        self.hidden = nn.Linear(32, 64)
+        self.head = nn.Linear(64, 96, bias=False)
+
+    def forward(self, ids, targets):
+        logits = self.head(F.gelu(self.hidden(self.embed(ids))))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def build():
+    return Tiny()
+
+def with_inputs():
+    return Tiny(), (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64))
+
+def broken():
+    raise RuntimeError("no such layer")
+
+def number():
+    return 7
+"""
+SMALL = {"batch_size": 4, "block_size": 16, "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_users_model_is_planned_eager_and_compiled(file: Path, compiled: bool) -> None:
+    plan = oomph.plan(SMALL | {"compile": compiled}, "RTX 4070", model=f"{file}:build")
+    assert plan.model.params == 96 * 32 + 32 * 64 + 64 + 64 * 96
+    assert plan.memory.fits is True
+    assert plan.time is not None
+    assert plan.program == "tiny.py:build"
+    parts = {part.name: part.mib for part in plan.memory.breakdown}
+    assert parts["parameters"] == pytest.approx(plan.model.params * 4 / 2**20)
+
+
+def test_the_function_may_bring_its_own_inputs(file: Path) -> None:
+    plan = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:with_inputs")
+    small = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:build")
+    assert plan.memory.allocated_mib < small.memory.allocated_mib
+
+
+def test_what_the_model_prints_stays_out_of_the_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [f"--{key}={value}" for key, value in SMALL.items()]
+    assert main(["plan", "--model", f"{file}:build", "--gpu", "RTX 4070", "--json", "--compile=False", *keys]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["model"]["params"] > 0
+    assert "a model that talks" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("{}:biuld", "did you mean build?"),
+        ("{}:broken", "RuntimeError: no such layer"),
+        ("{}:number", "found int"),
+        ("{}", "file.py:function"),
+        ("missing.py:build", "no such file"),
+    ],
+)
+def test_a_model_that_cannot_be_had_says_why(file: Path, spec: str, said: str) -> None:
+    with pytest.raises(InputError) as refused:
+        oomph.plan(SMALL, "RTX 4070", model=spec.format(file))
+    assert said in str(refused.value)
+
+
+def test_a_hugging_face_config_of_another_family_is_traced(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+    }
+    path.write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 2, **sizes}))
+    plan = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=str(path))
+    assert plan.model.params > 2 * 128 * 32
+    assert plan.memory.fits is True
