@@ -117,9 +117,54 @@ def test_a_number_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], 
 
 
 def test_a_gpu_and_device_cpu_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "plan", "gpt2", "--gpu", "4070", "--device=cpu")
+    for device in ("cpu", "mps"):
+        code, _, err = run(capsys, "plan", "gpt2", "--gpu", "4070", f"--device={device}")
+        assert code == 2
+        assert f"--device={device}" in err
+
+
+def test_wrong_keys_files_and_cards_are_all_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "--bach_size=4", "--n_head=0", "nosuch.py", "--gpu", "407000")
     assert code == 2
-    assert "--device=cpu" in err
+    assert all(name in err for name in ("bach_size", "--n_head=0", "nosuch.py", "407000"))
+
+
+def test_a_terminal_without_unicode_still_gets_the_figures() -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for arguments in (
+        ["plan", "gpt2", "--gpu", "RTX 4090"],
+        ["gpus"],
+        ["plan", "gpt2", "--gpu", "RTX 4090", "--markdown"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "oomph", *arguments], check=False, capture_output=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_markup_in_what_the_user_wrote_is_shown_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", "gpt2", "--gpu", "RTX 4090", "--currency=[/b]")
+    assert code == 0
+    assert "[/b]" in out
+
+
+def test_an_evaluation_alone_needs_no_memory_for_training(capsys: pytest.CaptureFixture[str]) -> None:
+    _, training, _ = run(capsys, "plan", "gpt2-large", "--gpu", "RTX 3090", "--batch_size=8", "--json")
+    code, alone, _ = run(
+        capsys, "plan", "gpt2-large", "--gpu", "RTX 3090", "--batch_size=8", "--json", "--eval_only=True"
+    )
+    assert code == 0
+    assert json.loads(alone)["memory"]["total_mib"] < json.loads(training)["memory"]["total_mib"] / 3
+    assert json.loads(alone)["time"]["hours"] < 1
+
+
+def test_the_cards_of_a_larger_world_all_draw_power(capsys: pytest.CaptureFixture[str]) -> None:
+    one, eight = (
+        json.loads(run(capsys, "plan", "gpt2", "--gpu", "A100-SXM4-40GB", "--json", f"--world_size={world}")[1])
+        for world in (1, 8)
+    )
+    assert eight["energy"]["watts"] == pytest.approx(8 * one["energy"]["watts"])
+    assert eight["energy"]["kwh"] == pytest.approx(one["energy"]["kwh"], rel=0.1)
 
 
 def test_an_unknown_card_can_be_given_by_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +213,9 @@ def test_the_snapshot_is_one_that_the_reader_of_real_ones_reads(
     path = tmp_path / "plan.pickle"
     _, out, _ = run(capsys, "plan", "gpt2", "--gpu", "RTX 4070", "--batch_size=2", "--json", "--snapshot", str(path))
     recording = snapshot.read(path)
-    assert recording.peak_bytes / 2**20 == pytest.approx(json.loads(out)["memory"]["allocated_mib"], rel=0.01)  # blocks against requests
+    assert recording.peak_bytes / 2**20 == pytest.approx(
+        json.loads(out)["memory"]["allocated_mib"], rel=0.01
+    )  # blocks against requests
 
 
 def test_gpus_lists_the_catalogue_and_shows_one_card_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +242,7 @@ def test_output_is_plain_when_it_is_not_a_terminal() -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = f"{sys.executable} -m oomph gpus --json | head -c 10 > /dev/null; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    for arguments, answer in (("gpus --json", 0), ("plan gpt2 --gpu 4090", 0), ("plan gpt2-xl --gpu 4060 --json", 1)):
+        command = f"{sys.executable} -m oomph {arguments} | true; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (answer, "")

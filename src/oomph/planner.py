@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from oomph import config as configs
 from oomph import devices
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
+from oomph.errors import InputError, Problem
 from oomph.predict import clock, cost
 from oomph.predict.footprint import Footprint, footprint
 from oomph.step import gpt, params
@@ -134,6 +136,7 @@ def plan(
     predicted step time by a measured one. `model` ("file.py:function", or a Hugging Face config.json) is traced in
     place of nanoGPT's; it needs torch, and runs the file. Raises `InputError` with everything that is wrong.
     """
+    _check_numbers(reserve_mib=reserve_mib, step_ms=step_ms, price_kwh=price_kwh)
     loaded = configs.as_loaded(config)
     chosen = choose_device(device, loaded.config)
     loaded = configs.settle(loaded, chosen)
@@ -147,24 +150,43 @@ def plan(
         loaded=loaded,
         device=chosen,
         model=counts,
-        memory=footprint(steps, settled, chosen, reserve_mib),
+        memory=footprint(_runs(steps, settled), settled, chosen, reserve_mib),
         time=time,
         compute=compute,
         data=data,
-        energy=cost.energy(chosen.watts, time.hours if time else None, price_kwh, currency),
-        notes=(*loaded.notes, *chosen.notes, *devices.warnings(settled, chosen), *_remarks(settled)),
+        energy=cost.energy(chosen.watts, time.hours if time else None, price_kwh, currency, settled.world_size),
+        notes=(*loaded.notes, *chosen.notes, *devices.warnings(settled, chosen), *_remarks(loaded)),
         steps=steps,
         traced=model,
     )
 
 
+def _check_numbers(**numbers: float | None) -> None:
+    """Refuse what cannot be: a step of no time, memory or prices below nothing."""
+    problems = []
+    for name, value in numbers.items():
+        least = "above 0" if name == "step_ms" else "of at least 0"
+        if value is not None and not (0 <= value < math.inf and (value or name != "step_ms")):
+            problems.append(Problem(name, "is out of range", found=str(value), allowed=f"a number {least}"))
+    if problems:
+        raise InputError(problems)
+
+
 def choose_device(device: Device | str | None, config: TrainConfig) -> Device:
-    """The device asked for, or the machine's own."""
-    if isinstance(device, Device):
-        return device
-    if device is not None:
-        return devices.find(device)
-    return devices.detect(config.device)
+    """The device asked for, or the machine's own. A GPU and a config for another kind of device contradict."""
+    if device is None:
+        return devices.detect(config.device)
+    if not isinstance(device, Device | str):
+        raise InputError(Problem("device", "is no device", found=repr(device), allowed="a card's name, or a Device"))
+    chosen = devices.find(device) if isinstance(device, str) else device
+    wanted = config.device.partition(":")[0]
+    if wanted in ("cpu", "mps") and chosen.kind != wanted:
+        raise InputError(
+            Problem(
+                f"device={config.device}", "contradicts the GPU that is named", found=chosen.name, allowed="one of them"
+            )
+        )
+    return chosen
 
 
 def _by_arithmetic(config: TrainConfig, device: Device) -> tuple[tuple[Parameter, ...], tuple[Step, Step]]:
@@ -172,6 +194,14 @@ def _by_arithmetic(config: TrainConfig, device: Device) -> tuple[tuple[Parameter
     on_gpu = device.kind != "cpu"
     first, later = (gpt.build(config, on_gpu, first, device.capability) for first in (True, False))
     return params.parameters(config), (first, later)
+
+
+def _runs(steps: tuple[Step, Step], config: TrainConfig) -> tuple[Step, ...]:
+    """What really runs: both steps, or the evaluation that a run begins with, where it is all there is."""
+    if not config.eval_only:
+        return steps
+    evaluation = tuple(section for section in steps[0].sections if section.ops[0].phase is Phase.EVAL)
+    return (Step(steps[0].resident, evaluation),)
 
 
 def _traced(model: str, config: TrainConfig, device: Device) -> tuple[tuple[Parameter, ...], tuple[Step, Step]]:
@@ -239,8 +269,8 @@ def _time(
         return None
     flops_per_s = compute.flops_per_step / config.world_size / (likely_ms / 1e3)
     peak = device.peak_tflops(config.dtype or "float32", config.allow_tf32)
-    train_hours = likely_ms * config.max_iters / 3.6e6
-    evaluations = config.max_iters // config.eval_interval + 1  # nanoGPT evaluates at step 0 too
+    train_hours = 0.0 if config.eval_only else likely_ms * config.max_iters / 3.6e6
+    evaluations = 1 if config.eval_only else config.max_iters // config.eval_interval + 1  # nanoGPT begins with one
     eval_s = times.likely.eval_batch_s * 2 * config.eval_iters * evaluations if times else 0.0
     return Time(
         step_ms=likely_ms,
@@ -258,11 +288,16 @@ def _time(
     )
 
 
-def _remarks(config: TrainConfig) -> list[str]:
+def _remarks(loaded: LoadedConfig) -> list[str]:
     """What a reader of this plan should know beyond its figures."""
-    remarks = []
+    config, remarks = loaded.config, []
     if config.eval_only:
+        remarks.append("eval_only is set: the run evaluates once and leaves, so memory and hours are those of that")
+    if config.world_size > 1:
+        remarks.append("Memory is one device's. The time that devices spend exchanging gradients is not in the step's")
+    if loaded.said("dataset") and not loaded.said("vocab_size") and config.dataset_tokens is None:
         remarks.append(
-            "eval_only is set: nanoGPT evaluates once and leaves; the plan is that of training with this config"
+            f"No data/{config.dataset} was found here: a vocabulary of {config.vocab_size} is assumed "
+            "(--vocab_size=), and its number of tokens is not known (--dataset_tokens=)"
         )
     return remarks

@@ -14,9 +14,10 @@ class Card:
     kind: str = "cuda"
     name: str = "RTX 4070"
     has_bf16: bool = True
+    capability: tuple[int, int] | None = (8, 9)
 
 
-OLD_CARD = Card(name="GTX 1080", has_bf16=False)
+OLD_CARD = Card(name="GTX 1080", has_bf16=False, capability=(6, 1))
 PROCESSOR = Card(kind="cpu", name="this CPU")
 MAC = Card(kind="mps", name="M2")
 
@@ -71,7 +72,7 @@ def test_what_was_said_is_kept() -> None:
 
 
 def test_logits_and_chunks_are_decided_so_that_they_agree() -> None:
-    assert settle(from_dict({"loss_chunk": 64}), Card()).config.return_logits is False
+    assert settle(from_dict({"loss_chunk": 64, "trainer": "oomph"}), Card()).config.return_logits is False
     assert settle(from_dict({"return_logits": True, "trainer": "oomph"}), Card()).config.loss_chunk == 0
 
 
@@ -79,3 +80,18 @@ def test_a_settled_config_can_be_settled_again_for_another_trainer() -> None:
     settled = settle(load(), Card())
     again = settle(with_trainer(settled, "oomph"), OLD_CARD).config
     assert (again.dtype, again.loss_chunk) == ("float16", DEFAULT_LOSS_CHUNK)
+
+
+def test_an_old_card_takes_the_memory_efficient_kernel_and_says_why() -> None:
+    settled = settle(load(), OLD_CARD)
+    assert settled.config.attention == "efficient"
+    assert "GTX 1080" in settled.sources["attention"]
+    assert settle(load(), Card()).config.attention == "flash"
+
+
+def test_nanogpt_is_planned_as_published_and_what_it_lacks_is_noted() -> None:
+    asked = from_dict({"checkpoint_layers": 12, "optimizer": "adamw8bit", "loss_chunk": 512})
+    nanogpt, ours = settle(asked, Card()), settle(with_trainer(asked, "oomph"), Card())
+    assert (nanogpt.config.checkpoint_layers, nanogpt.config.optimizer, nanogpt.config.loss_chunk) == (0, "adamw", 0)
+    assert sum("nanoGPT as published has no" in note for note in nanogpt.notes) == 3
+    assert (ours.config.checkpoint_layers, ours.config.optimizer, ours.config.loss_chunk) == (12, "adamw8bit", 512)

@@ -155,6 +155,11 @@ SHAPES = [
     {"n_layer": 2, "n_embd": 96, "n_head": 3, "vocab_size": 4096, "block_size": 128},
     {"n_layer": 3, "n_embd": 64, "vocab_size": 300, "batch_size": 2},
     {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 8192, "block_size": 128},
+    {"n_layer": 1, "n_embd": 48, "n_head": 3, "vocab_size": 65, "block_size": 256},
+    {"n_layer": 4, "n_embd": 32, "vocab_size": 777, "batch_size": 1},
+    {"n_layer": 2, "n_embd": 64, "vocab_size": 5001, "tie_weights": False},
+    {"n_layer": 1, "n_embd": 192, "n_head": 6, "vocab_size": 2048, "block_size": 32, "batch_size": 8},
+    {"n_layer": 2, "n_embd": 80, "n_head": 5, "vocab_size": 1024, "block_size": 96, "batch_size": 3, "bias": True},
 ]
 
 

@@ -29,14 +29,23 @@ class VerbParser(argparse.ArgumentParser):
         """The names this verb takes for itself, without dashes."""
         return {option.lstrip("-") for action in self._actions for option in action.option_strings}
 
-    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[Override]]:
-        """The verb's own options, and the config keys among the arguments."""
-        rest, overrides = split_keys(argv, self.options())
+    def parse(
+        self, argv: Sequence[str], problems: list[Problem] | None = None
+    ) -> tuple[argparse.Namespace, list[Override]]:
+        """The verb's own options, and the config keys among the arguments.
+
+        Unknown names are added to `problems`, for a caller who has more to find; else they are raised.
+        """
+        rest, overrides, found = split_keys(argv, self.options())
+        if found and problems is None:
+            raise InputError(found)
+        if problems is not None:
+            problems.extend(found)
         return self.parse_args(rest), overrides
 
 
-def split_keys(argv: Sequence[str], own: set[str]) -> tuple[list[str], list[Override]]:
-    """Arguments that are the verb's own, and `--key=value` or `--key value` for config keys; all problems at once."""
+def split_keys(argv: Sequence[str], own: set[str]) -> tuple[list[str], list[Override], list[Problem]]:
+    """Arguments that are the verb's own, `--key=value` or `--key value` for config keys, and what is neither."""
     rest: list[str] = []
     overrides: list[Override] = []
     problems: list[Problem] = []
@@ -64,9 +73,7 @@ def split_keys(argv: Sequence[str], own: set[str]) -> tuple[list[str], list[Over
             position += 1
         else:
             problems.append(Problem(argument, "needs a value", allowed=f"--{name}=VALUE"))
-    if problems:
-        raise InputError(problems)
-    return rest, overrides
+    return rest, overrides, problems
 
 
 def _is_value(argv: Sequence[str], position: int) -> bool:

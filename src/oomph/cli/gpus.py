@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from oomph import devices
 from oomph.cli.arguments import VerbParser
+from oomph.cli.output import emit, emit_json
 from oomph.devices import Device
 
 UNKNOWN = "–"
@@ -18,13 +19,9 @@ def run(argv: list[str]) -> int:
     name = " ".join(options.name)
     chosen = [devices.find(name)] if name else list(devices.all_devices())
     if options.json:
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(chosen[0] if name else chosen), indent=2).decode())
-    elif name:
-        _print_one(chosen[0])
+        emit_json(chosen[0] if name else chosen)
     else:
-        _print_table(chosen)
+        emit(_one(chosen[0]) if name else _table(chosen))
     return 0
 
 
@@ -35,10 +32,10 @@ bf16, fp16, fp32: dense peak TFLOPS, fp32 accumulation. GEMM: measured with PyTo
 usable: by one process on Linux. oomph gpus NAME shows the source of a card's figures."""
 
 
-def _print_table(cards: list[Device]) -> None:
+def _table(cards: list[Device]) -> str:
     """One line a card: plain text, so that grep and sort work on it."""
     longest = max(len(card.name) for card in cards)
-    print(f"{'card':<{longest}}", *(f"{text:>{width}}" for text, width in zip(HEADINGS, WIDTHS, strict=True)))
+    lines = [_line("card", longest, HEADINGS)]
     for card in cards:
         figures = (
             str(card.memory_mib),
@@ -51,11 +48,15 @@ def _print_table(cards: list[Device]) -> None:
             _figure(card.watts),
             _span(card.usd_per_hour_low, card.usd_per_hour_high, ".2f"),
         )
-        print(f"{card.name:<{longest}}", *(f"{text:>{width}}" for text, width in zip(figures, WIDTHS, strict=True)))
-    print(LEGEND)
+        lines.append(_line(card.name, longest, figures))
+    return "\n".join([*lines, LEGEND, ""])
 
 
-def _print_one(card: Device) -> None:
+def _line(name: str, longest: int, figures: tuple[str, ...]) -> str:
+    return " ".join([f"{name:<{longest}}", *(f"{text:>{width}}" for text, width in zip(figures, WIDTHS, strict=True))])
+
+
+def _one(card: Device) -> str:
     gemm = _span(card.gemm_tflops_low, card.gemm_tflops_high, "g")
     chip = f"compute capability {_figure(card.compute_capability)}, {_figure(card.sm_count)} SM"
     rows = [
@@ -70,10 +71,8 @@ def _print_one(card: Device) -> None:
         ("source", card.source),
         *(("note", note) for note in card.notes),
     ]
-    print(card.name)
-    for name, text in rows:
-        if text and UNKNOWN not in text:
-            print(f"  {name:<10} {text}")
+    known = [f"  {name:<10} {text}" for name, text in rows if text and UNKNOWN not in text]
+    return "\n".join([card.name, *known, ""])
 
 
 def _peaks(card: Device) -> str:

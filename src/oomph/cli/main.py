@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from oomph.cli.output import emit
 from oomph.errors import InputError, Problem, nearest
 
 DONE, NO, WRONG_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 VERBS = {
     "plan": "what a training run needs: does it fit, what fills the memory, how long, what it costs",
+    "data": "text to token files that training reads; info and check look at them",
     "gpus": "the cards oomph knows, or one of them with the source of each figure",
 }
 
@@ -36,18 +39,17 @@ What training a GPT needs, before it runs.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × still gets the figures
     try:
         return _run(arguments)
     except InputError as error:
-        print("\n".join(f"ERROR: {problem}" for problem in error.problems), file=sys.stderr)
+        print("\n".join(f"ERROR: {_printable(str(problem))}" for problem in error.problems), file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone (`oomph gpus | head`): not our failure. Keep Python from flushing into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
     except Exception as error:
         if os.environ.get("OOMPH_TRACEBACK"):
             raise
@@ -59,15 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
+def _printable(text: str) -> str:
+    """What the user wrote may hold escape codes: they are shown, not obeyed."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE.format(verbs="\n".join(f"  {verb:8}{what}" for verb, what in VERBS.items())), end="")
+        emit(USAGE.format(verbs="\n".join(f"  {verb:8}{what}" for verb, what in VERBS.items())))
         return DONE if arguments else WRONG_INPUT
     verb = arguments[0]
     if verb in ("-V", "--version"):
         from oomph import __version__
 
-        print(f"oomph {__version__}")
+        emit(f"oomph {__version__}\n")
         return DONE
     if verb not in VERBS:
         raise InputError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from oomph import config as configs
 from oomph import devices
 from oomph.cli.arguments import VerbParser
+from oomph.cli.output import emit, emit_json, gather
 from oomph.config import LoadedConfig
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
@@ -24,20 +25,21 @@ def run(argv: list[str]) -> int:
     parser = _parser()
     if "--help" in argv or "-h" in argv:
         parser.epilog = keys_help()
-    options, overrides = parser.parse(argv)
-    loaded = configs.load(options.sources, overrides)
-    device = device_from(options, loaded)
+    problems: list[Problem] = []
+    options, overrides = parser.parse(argv, problems)
+    loaded = gather(problems, lambda: configs.load(options.sources, overrides))
+    device = gather(problems, lambda: device_from(options, loaded or configs.load()))
+    if problems or loaded is None or device is None:
+        raise InputError(problems)
     make = _planner(options, device)
     asked = make(loaded)
-    if options.json:
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(asked.to_dict()), indent=2).decode())
     if options.snapshot:
         _write_snapshot(options.snapshot, asked)
     if options.svg or not options.json:
         others = [] if options.model else [OTHER_TRAINER[loaded.config.trainer]]
         _report(options, [asked, *(make(configs.with_trainer(loaded, trainer)) for trainer in others)])
+    if options.json:
+        emit_json(asked.to_dict())
     return 1 if asked.memory.fits is False else 0
 
 
@@ -68,11 +70,11 @@ def _report(options: argparse.Namespace, plans: list[Plan]) -> None:
     if options.markdown:
         from oomph.report.markdown import to_markdown
 
-        print(to_markdown(summary), end="")
+        emit(to_markdown(summary))
     elif not options.json:
-        from oomph.report.terminal import print_summary
+        from oomph.report.terminal import to_text
 
-        print_summary(summary)
+        emit(to_text(summary))
     if options.svg:
         print(f"wrote {options.svg}", file=sys.stderr)
 
@@ -93,17 +95,15 @@ def device_from(options: argparse.Namespace, loaded: LoadedConfig) -> Device:
         "gbs": options.gpu_gbs,
         "watts": options.gpu_watts,
     }
-    on_cpu = loaded.config.device.startswith("cpu")
-    if on_cpu and (options.gpu or any(value is not None for value in given.values())):
+    numbers = [f"--gpu_{name}={value:g}" for name, value in given.items() if value is not None]
+    named = [f"--gpu {options.gpu}"] if options.gpu is not None else []
+    elsewhere = loaded.config.device.partition(":")[0] in ("cpu", "mps")
+    if elsewhere and (named or numbers):
         where = loaded.sources.get("device", "device")
-        raise InputError(
-            Problem(
-                where,
-                "device is the CPU, but a GPU is named too",
-                found=f"--gpu {options.gpu}",
-                allowed="one of the two",
-            )
-        )
+        what = f"device is {loaded.config.device}, but a GPU is named too"
+        raise InputError(Problem(where, what, found=" ".join(named + numbers), allowed="one of the two"))
+    if options.gpu is not None and not options.gpu.strip():
+        raise InputError(Problem("--gpu", "names no card", found="''", allowed="a name, as oomph gpus lists them"))
     if any(value is not None for value in given.values()):
         return devices.custom(options.gpu, **given)
     if options.gpu:

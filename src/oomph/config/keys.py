@@ -65,7 +65,7 @@ def keys() -> dict[str, Key]:
 
 
 def describe_keys() -> list[Key]:
-    """Every key in the schema's order, nanoGPT's first: for `--help keys` and for a form."""
+    """Every key in the schema's order, nanoGPT's first: for `oomph plan --help` and for a form."""
     return list(keys().values())
 
 

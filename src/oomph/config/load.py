@@ -37,13 +37,13 @@ class LoadedConfig(msgspec.Struct, frozen=True):
         return not self.sources[key].startswith("default")
 
 
-def load(sources: Sequence[Source] = (), overrides: Sequence[Override] = ()) -> LoadedConfig:
+def load(sources: Source | Sequence[Source] = (), overrides: Sequence[Override] = ()) -> LoadedConfig:
     """The config that defaults, presets, files and overrides make, later over earlier.
 
     Raises `InputError` with every problem found in all of them.
     """
     gathering = _Gathering()
-    for source in sources:
+    for source in [sources] if isinstance(sources, str | os.PathLike) else sources:
         gathering.add_source(source)
     for key, text, where in overrides:
         gathering.add_override(key, text, where)
@@ -128,7 +128,8 @@ class _Gathering:
             if isinstance(said.value, Unreadable) and said.value.needs_running and not keys()[name].needed:
                 self.notes.append(f"{said.where}: {name} is passed over: {said.value.reason}")
             else:
-                self.values[name] = said if said.value is not None else Said(None, "default", firm=False)
+                unsaid = said.value is None and keys()[name].optional
+                self.values[name] = Said(None, "default", firm=False) if unsaid else said
 
     def finish(self) -> LoadedConfig:
         if self.our_format is not None and self.values["trainer"].where == "default":

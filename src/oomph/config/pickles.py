@@ -30,7 +30,7 @@ _NUMPY_NAMES = frozenset(
         ("_codecs", "encode"),  # how numpy's scalars carry their bytes
     }
 )
-_TORCH_TYPE = re.compile(r"(b?float|u?int)(8|16|32|64)|bool|device|Size|[A-Za-z]*Storage")
+_TORCH_TYPE = re.compile(r"(b?float|u?int)(8|16|32|64)|bool|device|Size|[A-Za-z0-9]*Storage")
 
 
 class RefusedError(Exception):

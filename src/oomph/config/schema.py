@@ -1,6 +1,6 @@
 """`TrainConfig`: every setting of a training run, with nanoGPT's names and defaults, and ours beside them.
 
-Each field carries its description and its limits, and they live nowhere else: `oomph plan --help keys`, the web
+Each field carries its description and its limits, and they live nowhere else: `oomph plan --help`, the web
 form and `validate` all read them from here. A value of None means "not said": `settle` fills it from the trainer
 and the device, and says why.
 """
@@ -63,7 +63,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 40
     batch_size: Annotated[int, _key("sequences to one micro-step", ge=1, le=MANY)] = 12
     block_size: Annotated[int, _key("tokens to one sequence", ge=1, le=100_000_000)] = 1024
-    n_layer: Annotated[int, _key("transformer blocks", ge=1, le=10_000)] = 12
+    n_layer: Annotated[int, _key("transformer blocks", ge=1, le=1000)] = 12
     n_head: Annotated[int, _key("attention heads to a block", ge=1, le=1_000_000)] = 12
     n_embd: Annotated[int, _key("width", ge=1, le=1_000_000)] = 768
     dropout: Annotated[float, _key("probability that a value is dropped", ge=0, lt=1)] = 0.0

@@ -21,6 +21,14 @@ class SettlingDevice(Protocol):
     def name(self) -> str: ...
     @property
     def has_bf16(self) -> bool: ...
+    @property
+    def capability(self) -> tuple[int, int] | None: ...  # CUDA's, where it has one
+
+
+# Keys of ours that nanoGPT as published cannot follow, and what it does instead.
+NANOGPT_HAS = {"checkpoint_layers": 0, "loss_chunk": 0, "optimizer": "adamw"}
+FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernel needs Ampere; before that SDPA takes the memory-efficient one
+FLASH_HEAD_SIZE = 256  # and heads of at most this size
 
 
 def settle(loaded: LoadedConfig, device: SettlingDevice) -> LoadedConfig:
@@ -28,6 +36,11 @@ def settle(loaded: LoadedConfig, device: SettlingDevice) -> LoadedConfig:
     config = loaded.config
     decisions: dict[str, Decision] = {}
     notes = list(loaded.notes)
+    if config.trainer == "nanogpt":
+        config, left_out = _as_published(config, loaded)
+        notes += left_out
+    if config.attention == "flash" and (reason := _no_flash(config, device)):
+        decisions["attention"] = ("efficient", reason)
     if config.dtype is None:
         decisions["dtype"] = _dtype(config, device)
     elif config.trainer == "nanogpt" and config.dtype != "float32" and _no_autocast(device):
@@ -45,6 +58,25 @@ def settle(loaded: LoadedConfig, device: SettlingDevice) -> LoadedConfig:
     settled = msgspec.structs.replace(config, **{key: value for key, (value, _) in decisions.items()})
     sources = loaded.sources | {key: f"default: {reason}" for key, (_, reason) in decisions.items()}
     return LoadedConfig(settled, sources, notes, loaded.files)
+
+
+def _as_published(config: TrainConfig, loaded: LoadedConfig) -> tuple[TrainConfig, list[str]]:
+    """nanoGPT's own behaviour where a key asks for something that only oomph train does."""
+    asked = {key: value for key, value in NANOGPT_HAS.items() if getattr(config, key) not in (value, None)}
+    notes = [
+        f"{loaded.sources[key]}: nanoGPT as published has no {key}, so its figures are without it; oomph train has"
+        for key in asked
+    ]
+    return msgspec.structs.replace(config, **asked), notes
+
+
+def _no_flash(config: TrainConfig, device: SettlingDevice) -> str | None:
+    """Why PyTorch will not take its flash kernel, or None where it will."""
+    if device.kind == "cuda" and device.capability is not None and device.capability < FLASH_CAPABILITY:
+        return f"{device.name} is too old for the flash kernel, and PyTorch takes its memory-efficient one"
+    if device.kind == "cuda" and config.n_embd // config.n_head > FLASH_HEAD_SIZE:
+        return f"heads wider than {FLASH_HEAD_SIZE} are too wide for the flash kernel"
+    return None
 
 
 def _no_autocast(device: SettlingDevice) -> bool:

@@ -17,6 +17,7 @@ class CpuRates(msgspec.Struct, frozen=True):
     tflops_fp32: float
     tflops_bf16: float | None  # None where bf16 has no instructions
     copy_gbs: float  # bytes read and bytes written
+    process_mib: float | None = None  # Python with torch imported; None where the system does not tell
 
 
 def cpu_rates(cpu_name: str, threads: int, has_bf16: bool, measure: bool = True) -> CpuRates | None:

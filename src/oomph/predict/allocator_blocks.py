@@ -18,7 +18,7 @@ LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size: what a request below 10 Mi
 OWN_SEGMENT_FROM_BYTES = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own
 SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
 
-ADDRESS_BITS = 48  # a free block's key is its size above its address, so that keys sort by (size, address)
+ADDRESS_BITS = 72  # a free block's key is its size above its address, so that keys sort by (size, address)
 
 ALLOCATED = 0  # `Block.key` of a block in use
 UNMAPPED = -1  # of address space without memory behind it, at an expandable segment

@@ -69,7 +69,9 @@ def _without_logits(about: Plan) -> list[str]:
     saved = about.memory.total_mib - other.memory.total_mib
     if saved < 1:
         return []
-    fits = "" if about.memory.fits or not other.memory.fits else ", and the run would fit"
+    capacity = about.memory.capacity_mib
+    would = capacity is not None and not about.memory.fits and other.memory.total_mib <= capacity
+    fits = ", and the run would fit" if would else ""
     return [
         f"a training step that returns the loss alone would need {other.memory.total_mib:,.0f} MiB, "
         f"{saved:,.0f} less, with the same mathematics{fits}"

@@ -99,7 +99,8 @@ def _setting(plan: Plan) -> str:
     how = "compiled" if config.compile else "eager"
     return ", ".join(
         [
-            f"{config.batch_size} sequences × {config.gradient_accumulation_steps} micro-steps{devices} = "
+            f"{_of(config.batch_size, 'sequence')} × "
+            f"{_of(config.gradient_accumulation_steps, 'micro-step')}{devices} = "
             f"{plan.data.tokens_per_step:,} tokens a step",
             f"{config.dtype}{'' if config.autocast or config.dtype == 'float32' else ' throughout'}",
             f"{config.optimizer} ({config.optimizer_loop})",
@@ -107,6 +108,10 @@ def _setting(plan: Plan) -> str:
             *extras,
         ]
     )
+
+
+def _of(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _device(plan: Plan) -> str:
@@ -118,13 +123,16 @@ def _device(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> Verdict:
     program, memory = plan.program, plan.memory
-    need = f"{memory.total_mib:,.0f} MiB"
+    need = f"{memory.total_mib:,.0f} MiB (from {memory.low_mib:,.0f} to {memory.high_mib:,.0f})"
     if memory.fits is None or memory.headroom_mib is None:
         return Verdict(program, None, f"{program} needs {need}")
     if memory.retries:
         return Verdict(
             program, True, f"{program} fits, but only just: it fills the card and has to give cached memory back"
         )
+    if memory.fits and memory.capacity_mib is not None and memory.high_mib > memory.capacity_mib:
+        doubt = f"but not surely: {memory.headroom_mib:,.0f} are left, and it may take up to {memory.high_mib:,.0f}"
+        return Verdict(program, True, f"{program} fits, {doubt}")
     if memory.fits:
         return Verdict(program, True, f"{program} fits: it needs {need}, and {memory.headroom_mib:,.0f} are left")
     return Verdict(program, False, f"{program} does not fit: it needs {need}, {-memory.headroom_mib:,.0f} too many")
@@ -187,8 +195,9 @@ def _use(plan: Plan) -> str:
     time = plan.time
     assert time is not None
     own = f", {100 * time.mfu:.1f} % of this device's own peak" if time.mfu is not None else ""
+    rate = f"{time.tflops:.1f} TFLOPS" if time.tflops >= 1 else f"{1e3 * time.tflops:.1f} GFLOPS"
     return (
-        f"{time.tflops:.1f} TFLOPS{own}; nanoGPT will print mfu {100 * time.mfu_nanogpt:.1f} %, "
+        f"{rate}{own}; nanoGPT will print mfu {100 * time.mfu_nanogpt:.1f} %, "
         f"because it divides by {NANOGPT_PEAK_FLOPS / 1e12:.0f} TFLOPS, an A100's, whatever the card"
     )
 

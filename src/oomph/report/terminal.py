@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import IO
-
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -15,29 +13,32 @@ from oomph.report.summary import Bar, Summary, Verdict
 BAR_MARGIN = 14  # columns left of a bar, for the program's name
 
 
-def print_summary(summary: Summary, file: IO[str] | None = None) -> None:
-    """Print the report. Colour and width follow the terminal, NO_COLOR and COLUMNS."""
-    console = Console(file=file, highlight=False, soft_wrap=False)
+def to_text(summary: Summary) -> str:
+    """The report as text. Colour and width follow the terminal, NO_COLOR and COLUMNS."""
+    console = Console(highlight=False)
     width = min(console.width, 110)
-    console.print(
-        Group(
-            Text(summary.title, style="bold"),
-            Text(summary.setting),
-            Text(summary.device),
-            Text(),
-            *(_verdict(verdict) for verdict in summary.verdicts),
-            Text(),
-            *_bars(summary, width),
-            Padding(_memory_table(summary), (1, 0, 1, 0)),
-            Text(f"{summary.bars[0].program}, allocated over one optimizer step", style="bold"),
-            Text(summary.over_a_step[0], style=look("activations")[0], no_wrap=True, overflow="crop"),
-            Text(summary.over_a_step[1], no_wrap=True, overflow="crop"),
-            Text(),
-            *_time(summary),
-            _facts(summary),
-            *_to_know(summary),
-        ),
-        width=width,
+    with console.capture() as captured:
+        console.print(_report(summary, width), width=width)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+
+
+def _report(summary: Summary, width: int) -> Group:
+    return Group(
+        Text(summary.title, style="bold"),
+        Text(summary.setting),
+        Text(summary.device),
+        Text(),
+        *(_verdict(verdict) for verdict in summary.verdicts),
+        Text(),
+        *_bars(summary, width),
+        Padding(_memory_table(summary), (1, 0, 1, 0)),
+        Text(f"{summary.bars[0].program}, allocated over one optimizer step", style="bold"),
+        Text(summary.over_a_step[0], style=look("activations")[0], no_wrap=True, overflow="crop"),
+        Text(summary.over_a_step[1], no_wrap=True, overflow="crop"),
+        Text(),
+        *_time(summary),
+        _facts(summary),
+        *_to_know(summary),
     )
 
 
@@ -47,7 +48,7 @@ def _verdict(verdict: Verdict) -> Text:
 
 
 def _bars(summary: Summary, width: int) -> list[Text]:
-    cells = max(20, width - BAR_MARGIN - 14)
+    cells = max(5, width - BAR_MARGIN - 14)
     limits = [bar.capacity_mib for bar in summary.bars if bar.capacity_mib is not None]
     full_mib = max([bar.total_mib for bar in summary.bars] + limits)
     lines = [_bar(bar, full_mib, cells) for bar in summary.bars]
@@ -117,7 +118,7 @@ def _facts(summary: Summary) -> Table:
     grid.add_column()
     before = ""
     for heading, sentence in summary.facts:
-        grid.add_row(heading if heading != before else "", f"{sentence}.")
+        grid.add_row(heading if heading != before else "", Text(f"{sentence}."))
         before = heading
     return grid
 
@@ -125,5 +126,5 @@ def _facts(summary: Summary) -> Table:
 def _notes(summary: Summary) -> Table:
     grid = Table.grid(padding=(0, 1, 0, 0))
     for note in summary.notes:
-        grid.add_row("·", note if note.endswith(".") else f"{note}.")
+        grid.add_row("·", Text(note if note.endswith(".") else f"{note}."))
     return grid

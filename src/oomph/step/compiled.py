@@ -47,6 +47,7 @@ def compiled(
     grad_clip: float = 1.0,
     keep_output: bool = True,
     first: bool = False,
+    evaluation: bool = True,
     eval_iters: int = 200,
     torch_version: str = NEWEST_TORCH,
     workspace_bytes: Sequence[int] = (),
@@ -55,7 +56,8 @@ def compiled(
 
     `model` is a module, or a function that builds one, which is then called on fake tensors. Its loss is the first
     scalar it returns; everything else it returns counts as returned to the caller, who holds it if `keep_output`.
-    With `cuda` the plan is a card's, on any machine; without, this CPU's. `first` is a run's first step.
+    With `cuda` the plan is a card's, on any machine; without, this CPU's. `first` is a run's first step. Without
+    `evaluation` there is none, and a third less to plan.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
@@ -64,7 +66,7 @@ def compiled(
         if not autocast:
             _convert(built, _DTYPES[dtype])
     half = _DTYPES[dtype] if autocast and dtype != "float32" else None
-    made = _Maker(built, batch, half, cuda, fake_mode, torch_version).programs()
+    made = _Maker(built, batch, half, cuda, fake_mode, torch_version).programs(evaluation)
     found = [(n, p) for n, p in built.named_parameters() if p.requires_grad]
     config = TrainConfig(
         dtype=dtype, autocast=autocast, optimizer=optimizer, optimizer_loop=optimizer_loop, grad_clip=grad_clip
@@ -136,13 +138,15 @@ class _Maker:
         self.visible = 0
         self.zeros: dict[int, Buffer] = {}  # by output: the gradient that autograd makes up for it
 
-    def programs(self) -> Programs:
+    def programs(self, evaluation: bool) -> Programs:
         """Forward and backward in training, then the forward of an evaluation."""
         self._capture()
-        self.model.eval()
-        with torch.no_grad():
-            self._capture()
-        self.model.train()
+        self.graphs["inference"] = GraphOps((), (), ())
+        if evaluation:
+            self.model.eval()
+            with torch.no_grad():
+                self._capture()
+            self.model.train()
         forward, backward, inference = (self.graphs[name] for name in ("forward", "backward", "inference"))
         returned = forward.outputs[: self.visible]
         loss = self._loss_index()

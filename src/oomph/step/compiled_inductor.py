@@ -26,6 +26,7 @@ from torch._inductor import scheduler as inductor_scheduler
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.compile_fx import _recursive_post_grad_passes, _recursive_record_original_output_strides
 from torch._inductor.debug import DebugContext
+from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
@@ -75,6 +76,7 @@ def plan(
         stack.enter_context(inductor_config.patch(graph_partition=False, cpp_wrapper=False, comprehensive_padding=cuda))
         if cuda:
             stack.enter_context(_pretending_a_card())
+            stack.enter_context(_without_kernel_bodies())
         rewritten, fake_mode = _rewritten(graph, inputs, cuda, inference, visible)
         stack.enter_context(V.set_fake_mode(fake_mode))
         if cuda:
@@ -173,6 +175,33 @@ def _reading_lines(found: list[Any]) -> Iterator[None]:
         found[:] = self.lines
 
     with mock.patch.object(lines.PythonWrapperCodegen, "memory_plan_reuse", keep):
+        yield
+
+
+@contextlib.contextmanager
+def _without_kernel_bodies() -> Iterator[None]:
+    """Kernels are described by what they read and write; the text of their loops, a third of the time, is not made.
+
+    A reduction over both orders at once is left to inductor: it decides about its workspace while it writes.
+    """
+    written = inductor_scheduler.SchedulerNode.codegen
+
+    def described(self: Any, index_vars: Any) -> None:
+        kernel: Any = V.kernel
+        if getattr(kernel, "mix_order_reduction", False):
+            written(self, index_vars)
+            return
+        with kernel.set_current_node(self):
+            stored = kernel.store_buffer_names
+            for read in self.read_writes.reads:
+                if read.name not in stored and not isinstance(read, WeakDep):
+                    kernel.args.input(read.name)
+            for write in self.read_writes.writes:
+                stored.add(write.name)
+                if write.name not in V.graph.removed_buffers:
+                    kernel.args.output(write.name)
+
+    with mock.patch.object(inductor_scheduler.SchedulerNode, "codegen", described):
         yield
 
 

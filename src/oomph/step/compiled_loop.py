@@ -128,6 +128,8 @@ class Loop:
         """estimate_loss: a first batch, then others while what the one before returned is still held."""
         programs = self.programs
         sections: list[Section] = []
+        if not programs.evaluation:
+            return sections
         held: tuple[Buffer, ...] = ()
         for name, times in (("evaluation, first batch", 1), ("evaluation, later batches", self.eval_batches - 1)):
             new = {buffer: copied(buffer) for buffer in (*programs.batch, *programs.evaluation_outputs)}

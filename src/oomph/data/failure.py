@@ -1,0 +1,17 @@
+"""What goes wrong while the work is under way, though nothing was wrong with what was asked."""
+
+from __future__ import annotations
+
+import errno
+
+
+class DataError(Exception):
+    """A full disk, a worker that died: the message says what is kept and what to do. The command exits with 3."""
+
+
+def cannot_write(where: str, error: OSError) -> DataError:
+    """The failure of a write, with its cure."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    cure = "free some room and call again" if full else "mend that and call again"
+    reason = error.strerror or type(error).__name__
+    return DataError(f"{where}: cannot be written: {reason}. What was finished before is kept: {cure}.")

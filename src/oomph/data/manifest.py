@@ -1,0 +1,145 @@
+"""`meta.json` beside the token files: what they hold, and from what they were made. docs/data.md lists its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from oomph.errors import InputError, Problem, nearest
+
+MANIFEST = "meta.json"
+META_PICKLE = "meta.pkl"
+TOKENIZER = "tokenizer.json"
+SET_FILES = ("train.bin", "val.bin", META_PICKLE, TOKENIZER)  # what a set may hold beside its manifest
+SPLITS = ("train", "val")
+VERSION = 1
+MAX_MANIFEST_BYTES = 2**26
+
+
+class Split(msgspec.Struct):
+    """One token file."""
+
+    file: str
+    tokens: int = 0
+    documents: int = 0
+    sha256: str = ""
+
+
+class TokenizerInfo(msgspec.Struct):
+    """What turned text into ids."""
+
+    name: str  # gpt2, bytes, chars, bpe:8192, or the name of a tokenizer.json
+    vocab_size: int
+    end_of_text: int | None
+    sha256: str
+    file: str | None = None  # beside the token files, where ids cannot be turned back into text without it
+
+
+class Counts(msgspec.Struct):
+    """What was read, over both splits."""
+
+    documents: int = 0
+    empty: int = 0  # documents without text: left out
+    repaired: int = 0  # documents whose broken UTF-8 became U+FFFD
+    broken: int = 0  # rows that were no documents: left out because --skip_broken was said
+    text_bytes: int = 0  # UTF-8, of the documents taken
+
+
+class Manifest(msgspec.Struct):
+    """All that is known of a finished set."""
+
+    version: int
+    dtype: Literal["uint16", "uint32"]  # little-endian
+    vocab_size: int  # ids are below it
+    tokenizer: TokenizerInfo
+    splits: dict[str, Split]
+    counts: Counts
+    files: list[str]  # all that belong to the set, beside this one
+    recipe: dict[str, Any]  # sources and settings: the same recipe makes the same bytes
+    standard_input: dict[str, int | str] | None = None  # offset: how many bytes of it were read; their sha256
+
+    @property
+    def token_bytes(self) -> int:
+        return token_bytes(self.dtype)
+
+
+def token_bytes(dtype: str) -> int:
+    """Bytes a token takes in a file."""
+    return {"uint16": 2, "uint32": 4}[dtype]
+
+
+def find_dataset(dataset: str, roots: Iterable[Path] | None = None) -> Path:
+    """The folder that `dataset = 'name'` means: data/name as nanoGPT has it, or a path. It holds a train.bin."""
+    looked: list[Path] = []
+    for root in roots or (Path(),):
+        for folder in (root / "data" / dataset, root / dataset):
+            looked.append(folder)
+            if (folder / "train.bin").is_file():
+                return folder
+    beside = sorted(path.parent.name for root in roots or (Path(),) for path in (root / "data").glob("*/train.bin"))
+    raise InputError(
+        Problem(
+            f"dataset {dataset!r}",
+            "no token files",
+            found=f"no train.bin in {' or '.join(map(str, looked))}",
+            allowed="a folder made by `oomph data` or by a nanoGPT prepare.py",
+            nearest=nearest(dataset, beside),
+        )
+    )
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest in a folder, or None where there is none: a set that nanoGPT made, or one that is not finished."""
+    path = folder / MANIFEST
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_MANIFEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise InputError(Problem(str(path), "cannot be read", found=error.strerror)) from None
+    try:
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise InputError(Problem(str(path), "not a manifest of oomph data", found=str(error))) from None
+    if manifest.version != VERSION:
+        raise InputError(
+            Problem(str(path), "of another version", found=str(manifest.version), allowed=f"version {VERSION}")
+        )
+    return manifest
+
+
+def to_json(value: object) -> bytes:
+    """JSON for people and programs alike."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def meta_pickle(characters: str, end_of_text: int | None) -> bytes:
+    """nanoGPT's meta.pkl for characters: plain dicts, which its train.py and sample.py read."""
+    import pickle
+
+    names = list(characters) + (["<|endoftext|>"] if end_of_text is not None else [])
+    meta = {
+        "vocab_size": len(names),
+        "itos": dict(enumerate(names)),
+        "stoi": {name: number for number, name in enumerate(names)},
+    }
+    return pickle.dumps(meta, protocol=4)
+
+
+def read_meta_pickle(path: Path) -> dict[str, Any]:
+    """nanoGPT's meta.pkl, read as data: nothing in it is run."""
+    from oomph.config import pickles
+
+    try:
+        meta = pickles.read(path.read_bytes())
+    except OSError as error:
+        raise InputError(Problem(str(path), "cannot be read", found=error.strerror)) from None
+    except pickles.RefusedError as error:
+        raise InputError(Problem(str(path), "not plain data", found=str(error), allowed="nanoGPT's meta.pkl")) from None
+    if not isinstance(meta, dict):
+        raise InputError(Problem(str(path), "not nanoGPT's meta.pkl", found=f"a {type(meta).__name__}"))
+    return {str(key): value for key, value in meta.items()}

@@ -1,0 +1,96 @@
+"""`prepare`: from what the user asks for to a set of token files, made, continued or found finished."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from oomph.data import encoders
+from oomph.data.needs import need
+from oomph.data.recipe import TAIL, choose_splitting, make_recipe
+from oomph.data.sources import Reading, Source, resolve, single_text, split_by_tail
+from oomph.data.task import JOURNAL_SECONDS, Prepared, Task
+from oomph.errors import InputError, Problem
+
+SMALL_BYTES = 2**22  # below it, starting processes takes longer than the work
+
+
+def prepare(
+    names: Sequence[str],
+    out: str | Path,
+    *,
+    tokenizer: str = "gpt2",
+    tokenizer_dir: str | Path | None = None,
+    end_of_text: str | None = None,
+    take: int | None = None,
+    split: str | None = None,
+    val_fraction: float | None = None,
+    reading: Reading | None = None,
+    skip_broken: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+    journal_seconds: float = JOURNAL_SECONDS,
+    say: Callable[[str], None] = lambda _: None,
+    show_progress: bool = False,
+) -> Prepared:
+    """Make a set of token files in `out`, or go on with one, or find it finished. `say` gets each decision as a line.
+
+    Raises `InputError` for what is wrong with the input and `DataError` for what goes wrong on the way; after either,
+    and after an interruption, the same call goes on where this one stopped.
+    """
+    reading = reading or Reading()
+    need("numpy", "oomph data")
+    _check_numbers(take, workers)
+    encoders.check_spec(tokenizer)
+    found = resolve(names, reading)
+    if found.ignored:
+        say(f"left out {len(found.ignored)} files of other kinds, such as {found.ignored[0]}")
+    text = single_text(found.sources)
+    splitting = choose_splitting(split, val_fraction, text is not None)
+    say(f"split by {splitting.by}, {splitting.val_fraction:g} of it for validation: {splitting.reason}")
+    learning = encoders.needs_learning(tokenizer)
+    if learning:
+        _refuse_single_pass(found.sources, tokenizer)
+        encoder, identity = None, {"name": tokenizer}
+    else:
+        encoder = encoders.load(tokenizer, Path(tokenizer_dir) if tokenizer_dir else None, end_of_text)
+        identity = {"name": encoder.name, "sha256": encoder.sha256}
+    recipe = make_recipe(found.sources, reading, splitting, identity, take)
+    task = Task(
+        Path(out), recipe, found.sources, tokenizer, encoder, splitting, take, skip_broken, journal_seconds, say
+    )
+    if not overwrite and (finished := task.finished()) is not None:
+        return finished
+    if splitting.by == TAIL and text is not None:
+        task.sources = split_by_tail(text, splitting.val_fraction)
+    return task.run(overwrite, workers or default_workers(found.sources), show_progress)
+
+
+def default_workers(sources: Sequence[Source]) -> int:
+    """A process a core; a single one where there is little to do."""
+    sizes = [source.size_bytes for source in sources]
+    if all(size is not None for size in sizes) and sum(size or 0 for size in sizes) < SMALL_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_numbers(take: int | None, workers: int | None) -> None:
+    problems = []
+    if take is not None and take < 1:
+        problems.append(Problem("--take", "too few tokens", found=str(take), allowed="at least 1"))
+    if workers is not None and not 1 <= workers <= 1024:
+        problems.append(Problem("--workers", "out of range", found=str(workers), allowed="1 to 1024"))
+    if problems:
+        raise InputError(problems)
+
+
+def _refuse_single_pass(sources: Sequence[Source], tokenizer: str) -> None:
+    if any(source.name == "-" for source in sources):
+        raise InputError(
+            Problem(
+                f"--tokenizer {tokenizer}",
+                "learns from the text and reads it twice, which standard input does not allow",
+                allowed="a file, or a tokenizer that is ready: gpt2, bytes, a tokenizer.json",
+            )
+        )

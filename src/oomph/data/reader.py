@@ -1,0 +1,216 @@
+"""Token files to batches: memory-mapped windows in an order that any position of it can be computed from.
+
+The windows of a run form one endless numbered sequence, the same whatever the batch size and the number of ranks. A
+step takes the next `batch_size × world_size` of them, rank by rank. So the state is one number, resuming is exact, no
+two ranks read the same window, and a run that halves its batch goes on with the very next window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomph.data.manifest import Manifest, find_dataset, read_manifest
+from oomph.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+RANDOM, EPOCHS = "random", "epochs"
+ORDERS = (RANDOM, EPOCHS)
+AT_ONCE = 4096  # windows whose places are computed together
+ROUNDS = 4  # of the shuffle: what Luby and Rackoff proved enough for a permutation that looks random
+
+State = dict[str, int | str]
+
+
+class Batches:
+    """Endless batches of one split: `next()` gives x and y, (batch, block) int64 each, y one token later than x.
+
+    order "random": windows begin anywhere, drawn evenly and with replacement, as nanoGPT draws them.
+    order "epochs": windows stand side by side; each is read once an epoch, in an order shuffled anew for each.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Path,
+        split: str = "train",
+        *,
+        batch_size: int,
+        block_size: int,
+        order: str = RANDOM,
+        seed: int = 1337,
+        rank: int = 0,
+        world_size: int = 1,
+        state: State | None = None,
+    ) -> None:
+        folder = find_dataset(str(dataset))
+        self.path = folder / f"{split}.bin"
+        self.manifest = read_manifest(folder)
+        self._tokens, self._windows = _open(self.path, self.manifest, block_size)
+        self.batch_size, self.block_size = batch_size, block_size
+        self.order, self.seed = order, seed
+        self.rank, self.world_size = rank, world_size
+        self.position = 0  # windows read, over all ranks
+        self._known: tuple[int, Any] = (0, ())  # where a stretch of windows begins: computed many at once, for speed
+        self._check()
+        if state is not None:
+            self.load_state(state)
+
+    def _check(self) -> None:
+        problems = []
+        if self.order not in ORDERS:
+            problems.append(Problem("order", "no such order", found=self.order, allowed=" or ".join(ORDERS)))
+        if self.batch_size < 1:
+            problems.append(Problem("batch_size", "too small", found=str(self.batch_size), allowed="at least 1"))
+        if not 0 <= self.rank < self.world_size:
+            problems.append(
+                Problem("rank", "out of range", found=str(self.rank), allowed=f"0 to {self.world_size - 1}")
+            )
+        if problems:
+            raise InputError(problems)
+
+    @property
+    def epoch_windows(self) -> int:
+        """Windows that stand side by side in the file: an epoch."""
+        return (len(self._tokens) - 1) // self.block_size
+
+    @property
+    def epochs_done(self) -> float:
+        """Passes over the data so far, counted in tokens."""
+        return self.position * self.block_size / len(self._tokens)
+
+    def state(self) -> State:
+        """All that is needed to go on exactly here: plain values, for a checkpoint."""
+        return {
+            "order": self.order,
+            "seed": self.seed,
+            "position": self.position,
+            "block_size": self.block_size,
+            "tokens": len(self._tokens),
+            "sha256": self._checksum(),
+        }
+
+    def load_state(self, state: State) -> None:
+        """Go on where that state was taken. Another batch size or number of ranks is welcome; other data is not."""
+        mine = self.state()
+        problems = [
+            Problem("the reader's state", f"{key} differs", found=str(state.get(key)), allowed=str(mine[key]))
+            for key in mine
+            if key != "position" and state.get(key) != mine[key]
+        ]
+        position = state.get("position")
+        if not isinstance(position, int) or position < 0:
+            problems.append(Problem("the reader's state", "no position", found=str(position), allowed="0 or more"))
+        else:
+            self.position = position
+        if problems:
+            raise InputError(problems)
+
+    def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        return self
+
+    def __next__(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rows = self._windows[self.starts()]  # (B, T + 1), copied out of the map in one go
+        self.position += self.batch_size * self.world_size
+        return rows[:, :-1].astype("int64"), rows[:, 1:].astype("int64")
+
+    def starts(self) -> NDArray[np.int64]:
+        """Where the windows of this rank's next batch begin."""
+        first = self.position + self.rank * self.batch_size
+        known_from, known = self._known
+        if not known_from <= first <= first + self.batch_size <= known_from + len(known):
+            known_from, known = first, self._starts_of(first, max(AT_ONCE, self.batch_size))
+            self._known = known_from, known
+        starts: NDArray[np.int64] = known[first - known_from : first - known_from + self.batch_size]
+        return starts
+
+    def _starts_of(self, first: int, count: int) -> NDArray[np.int64]:
+        """Where the windows of a stretch of the sequence begin."""
+        import numpy as np
+
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        if self.order == RANDOM:
+            return (
+                _mixed(numbers, np.uint64(_key(self.seed, 0))) % np.uint64(len(self._tokens) - self.block_size)
+            ).astype(np.int64)
+        size = self.epoch_windows
+        return _shuffled(numbers, size, self.seed).astype(np.int64) * self.block_size
+
+    def _checksum(self) -> str:
+        return self.manifest.splits[self.path.stem].sha256 if self.manifest else ""
+
+
+def _open(path: Path, manifest: Manifest | None, block_size: int) -> tuple[Any, Any]:
+    """The tokens in the file, and every window over them: both are views into the memory map."""
+    import numpy as np
+
+    dtype = np.dtype(manifest.dtype if manifest else "uint16").newbyteorder("<")
+    try:
+        size = path.stat().st_size
+        if size % dtype.itemsize or (manifest and size != manifest.splits[path.stem].tokens * dtype.itemsize):
+            raise InputError(Problem(str(path), "cut short or not a token file", found=f"{size} bytes"))
+        if block_size < 1 or size // dtype.itemsize <= block_size:
+            raise InputError(
+                Problem(
+                    str(path),
+                    f"too few tokens for windows of {block_size}",
+                    found=f"{size // dtype.itemsize:,} tokens",
+                    allowed=f"at least {block_size + 1:,}, or a smaller block_size",
+                )
+            )
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise InputError(Problem(str(path), "cannot be read", found=error.strerror)) from None
+    return tokens, np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), block_size + 1)
+
+
+def _key(seed: int, number: int) -> int:
+    """64 bits from a seed of any size and a number beside it."""
+    from hashlib import blake2b
+
+    return int.from_bytes(blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
+
+
+def _mixed(numbers: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Each number's own 64 random bits: SplitMix64 (Steele, Lea, Flood 2014), whose n-th output needs no others."""
+    import numpy as np
+
+    mixed = numbers * np.uint64(0x9E3779B97F4A7C15) + key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _shuffled(numbers: NDArray[np.uint64], size: int, seed: int) -> NDArray[np.uint64]:
+    """Numbers 0, 1, 2, … to places below `size`: each place once in every `size` numbers, shuffled anew.
+
+    A Feistel network permutes the next power of four; results that are too large are permuted again until they fit.
+    No table: it costs the same for a thousand windows and for a trillion.
+    """
+    import numpy as np
+
+    epochs, places = np.divmod(numbers, np.uint64(size))
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    keys = {
+        int(epoch): [_key(seed, int(epoch) * ROUNDS + turn + 1) for turn in range(ROUNDS)]
+        for epoch in {*epochs.tolist()}
+    }
+    table = np.array([keys[epoch] for epoch in epochs.tolist()], dtype=np.uint64).T  # (round, number)
+    result = _feistel(places, half, table)
+    while (outside := result >= np.uint64(size)).any():
+        result[outside] = _feistel(result[outside], half, table[:, outside])
+    return result
+
+
+def _feistel(numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One pass: each round mixes the right half into the left and swaps them, which can be undone: nothing collides."""
+    import numpy as np
+
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = numbers >> half, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right, key) & mask)
+    return (left << half) | right

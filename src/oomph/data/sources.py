@@ -1,0 +1,233 @@
+"""From what the user names to sources in a fixed order: files, folders, globs, `-`, `hf:NAME`, `builtin:python`."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from oomph.data.jsonl import JsonSource
+from oomph.data.pieces import Block, State
+from oomph.data.streams import FileStream, StandardInput, identity
+from oomph.data.tables import HubSource, ParquetSource
+from oomph.data.text import TextSource
+from oomph.errors import InputError, Problem, nearest
+
+TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
+FORMATS = (TEXT, JSONL)
+SUFFIXES = {".txt": TEXT, ".text": TEXT, ".md": TEXT, ".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
+COMPRESSED = (".gz", ".zst")
+BUILTINS = {"builtin:python": "the Python standard library's own source text, about 12 MB"}
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes inside a UTF-8 sequence
+UNDERSTOOD = "a file, a folder, a glob, - for standard input, hf:NAME[:CONFIG[:SPLIT]], builtin:python"
+
+
+class Source(Protocol):
+    """Documents in a fixed order, from any place on."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def identity(self) -> State:
+        """What must stay the same between two calls that work on one set."""
+        ...
+
+    @property
+    def size_bytes(self) -> int | None: ...
+
+    def blocks(self, at: State, val_fraction: float) -> Iterator[Block]: ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are found in what is read."""
+
+    text_key: str = "text"  # of JSON lines, parquet and hub datasets
+    separator: str | None = None  # between documents of plain text; None: a file is a document
+    format: str = TEXT  # of standard input, and of files whose name does not tell
+
+
+@dataclass
+class Found:
+    """The sources, and what was left out."""
+
+    sources: list[Source] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+def resolve(names: Sequence[str], reading: Reading) -> Found:
+    """Every source, in the order named and sorted inside folders and globs. All problems at once."""
+    found = Found()
+    problems: list[Problem] = []
+    seen: set[Path] = set()
+    if not names:
+        problems.append(Problem("SOURCE", "none given", allowed=UNDERSTOOD))
+    if list(names).count("-") > 1:
+        problems.append(Problem("-", "standard input can be read only once", found="- twice"))
+    for name in names:
+        if name == "-":
+            found.sources.append(_standard_input(reading))
+        elif name.startswith("hf:"):
+            found.sources.append(_hub(name, reading))
+        elif name.startswith("builtin:"):
+            if name not in BUILTINS:
+                close = nearest(name, list(BUILTINS))
+                problems.append(Problem(name, "no such built-in text", allowed=", ".join(BUILTINS), nearest=close))
+                continue
+            found.sources += [_text_file(path, str(path), Reading()) for path in standard_library()]
+        else:
+            for path in _paths(name, found, problems):
+                _add_file(path, reading, found, problems, seen)
+    if problems:
+        raise InputError(problems)
+    return found
+
+
+def single_text(sources: Sequence[Source]) -> TextSource | None:
+    """The one plain text file there is, if that is all there is: the case of nanoGPT's Shakespeare."""
+    first = sources[0] if len(sources) == 1 else None
+    return first if isinstance(first, TextSource) and first.name != "-" and first.separator is None else None
+
+
+def split_by_tail(text: TextSource, val_fraction: float) -> list[Source]:
+    """One text as two: its end, counted in characters as nanoGPT counts, is the validation split."""
+    from dataclasses import replace
+
+    offset = _byte_offset(text, int(_count_characters(text) * (1 - val_fraction)))
+    first = replace(text, end=offset, is_val=False)
+    return [first, replace(text, start=offset, is_val=True, size_bytes=0)]  # its bytes are counted already
+
+
+def standard_library() -> list[Path]:
+    """The standard library's Python files, without its tests, which not every machine has."""
+    import sysconfig
+
+    root = Path(sysconfig.get_paths()["stdlib"])
+    unwanted = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [path for path in root.rglob("*.py") if unwanted.isdisjoint(path.relative_to(root).parts)]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _paths(name: str, found: Found, problems: list[Problem]) -> list[Path]:
+    """The files that a path or a glob names."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_folder(path, found, problems)
+    if path.exists() or path.is_symlink():
+        return [path]
+    if glob.has_magic(name):
+        matches = sorted(Path(match) for match in glob.iglob(str(path), recursive=True))  # noqa: PTH207
+        files = [match for match in matches if match.is_file()]
+        if not files:
+            problems.append(Problem(name, "matches no file"))
+        return files
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, beside)
+    problems.append(
+        Problem(name, "no such file", allowed=UNDERSTOOD, nearest=str(path.with_name(close)) if close else None)
+    )
+    return []
+
+
+def _in_folder(folder: Path, found: Found, problems: list[Problem]) -> list[Path]:
+    """Files of a kind that is known, in sorted order; hidden ones and those of other kinds are left out."""
+    files: list[Path] = []
+
+    def unreadable(error: OSError) -> None:
+        problems.append(Problem(str(error.filename), "cannot be read", found=error.strerror))
+
+    for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=False):
+        folders[:] = sorted(entry for entry in folders if not entry.startswith("."))
+        for name in sorted(names):
+            if name.startswith("."):
+                continue
+            path = Path(root, name)
+            if format_of(path) is None:
+                found.ignored.append(str(path))
+            else:
+                files.append(path)
+    if not files:
+        problems.append(
+            Problem(str(folder), "no text in this folder", allowed=f"files ending in {', '.join(SUFFIXES)}")
+        )
+    return files
+
+
+def format_of(path: Path) -> str | None:
+    """What a file's name says it holds; None where it says nothing."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def _add_file(path: Path, reading: Reading, found: Found, problems: list[Problem], seen: set[Path]) -> None:
+    try:
+        real = path.resolve()
+        if real in seen:
+            return
+        seen.add(real)
+        with path.open("rb"):
+            state: State = {**identity(path)}
+    except OSError as error:
+        problems.append(Problem(str(path), "cannot be read", found=error.strerror))
+        return
+    kind = format_of(path) or reading.format
+    if kind == PARQUET:
+        found.sources.append(ParquetSource(str(path), state, path.stat().st_size, path, reading.text_key))
+    elif kind == JSONL:
+        size = path.stat().st_size
+        found.sources.append(JsonSource(str(path), state, size, partial(FileStream, path), reading.text_key))
+    else:
+        found.sources.append(_text_file(path, str(path), reading))
+
+
+def _text_file(path: Path, name: str, reading: Reading) -> TextSource:
+    separator = reading.separator.encode() if reading.separator else None
+    state: State = {**identity(path)}
+    return TextSource(name, state, path.stat().st_size, partial(FileStream, path), separator)
+
+
+def _standard_input(reading: Reading) -> Source:
+    if reading.format == JSONL:
+        return JsonSource("-", {}, None, StandardInput, reading.text_key)
+    return TextSource("-", {}, None, StandardInput, reading.separator.encode() if reading.separator else None)
+
+
+def _hub(name: str, reading: Reading) -> HubSource:
+    repository, _, rest = name.removeprefix("hf:").partition(":")
+    config, _, split = rest.partition(":")
+    return HubSource(name, repository, config or None, split or "train", reading.text_key)
+
+
+def _characters(data: bytes) -> int:
+    """Characters that begin in this data: every byte that does not continue one."""
+    return len(data.translate(None, _CONTINUATION))
+
+
+def _count_characters(text: TextSource) -> int:
+    with closing(text.opener({})) as stream:
+        return sum(_characters(data) for data in iter(lambda: stream.read(2**20), b""))
+
+
+def _byte_offset(text: TextSource, characters: int) -> int:
+    """Where the character after the first `characters` begins."""
+    offset = 0
+    with closing(text.opener({})) as stream:
+        while data := stream.read(2**20):
+            here = _characters(data)
+            if here > characters:
+                low, high = 0, len(data)  # the longest prefix in which no more than `characters` begin, by halving
+                while low < high:
+                    middle = (low + high + 1) // 2
+                    low, high = (middle, high) if _characters(data[:middle]) <= characters else (low, middle - 1)
+                return offset + low
+            characters -= here
+            offset += len(data)
+    return offset

@@ -1,0 +1,155 @@
+"""Parquet files, row group by row group, and datasets of the Hugging Face hub, as they stream in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from oomph.data.failure import DataError
+from oomph.data.needs import need
+from oomph.data.pieces import BLOCK_BYTES, Block, Rows, State
+from oomph.errors import InputError, Problem, nearest
+
+ROWS = 64  # taken from a parquet file at once; documents are rarely above a few KiB
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """One parquet file."""
+
+    name: str
+    identity: State
+    size_bytes: int | None
+    path: Path
+    key: str
+
+    def blocks(self, at: State, val_fraction: float) -> Iterator[Block]:  # noqa: ARG002
+        """Rows in order, from a row group and a row on."""
+        try:
+            yield from self._blocks(int(at.get("group", 0)), int(at.get("row", 0)))
+        except OSError as error:  # pyarrow's ArrowException is raised as ValueError or OSError
+            raise self._unreadable(error) from None
+        except ValueError as error:
+            if type(error).__module__.startswith("pyarrow"):
+                raise self._unreadable(error) from None
+            raise
+
+    def _blocks(self, group: int, row: int) -> Iterator[Block]:
+        parquet = need("pyarrow.parquet", self.name)
+        with parquet.ParquetFile(self.path, buffer_size=2**20, pre_buffer=False) as file:
+            self._check_column(file)
+            groups = file.num_row_groups
+            for index in range(group, groups):
+                seen = 0
+                for batch in file.iter_batches(ROWS, row_groups=[index], columns=[self.key], use_threads=False):
+                    first, seen = seen, seen + batch.num_rows
+                    if index == group and first < row:
+                        continue  # done before; a block always ends at the end of a batch
+                    texts = tuple(batch.column(0).to_pylist())
+                    size = sum(len(text) for text in texts if text is not None)
+                    read = (self.size_bytes or 0) * index // groups
+                    yield Block((Rows(texts),), size, {"group": index, "row": seen}, read)
+
+    def _check_column(self, file: Any) -> None:
+        names: list[str] = file.schema_arrow.names
+        if self.key not in names:
+            raise InputError(
+                Problem(
+                    self.name,
+                    f"no column '{self.key}'",
+                    found=", ".join(names),
+                    allowed="name the text's column with --text_key",
+                    nearest=nearest(self.key, names),
+                )
+            )
+        kind = str(file.schema_arrow.field(self.key).type)
+        if "string" not in kind:
+            raise InputError(Problem(self.name, f"column '{self.key}' is not text", found=kind, allowed="string"))
+
+    def _unreadable(self, error: Exception) -> InputError:
+        return InputError(Problem(self.name, "cannot be read", found=str(error), allowed="a whole parquet file"))
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A dataset of the hub, or a folder of one, read in streaming mode: `hf:NAME[:CONFIG[:SPLIT]]`."""
+
+    name: str
+    repository: str
+    config: str | None
+    split: str
+    key: str
+    size_bytes: int | None = None
+
+    @cached_property
+    def _dataset(self) -> Any:
+        datasets = need("datasets", self.name)
+        try:
+            builder = datasets.load_dataset_builder(self.repository, self.config)
+            stream = builder.as_streaming_dataset(split=self.split)
+        except Exception as error:  # the hub's and the network's many classes
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise InputError(
+                Problem(self.name, "cannot be opened", found=lines[0][:300], allowed="hf:NAME[:CONFIG[:SPLIT]]")
+            ) from None
+        return builder, stream
+
+    @cached_property
+    def identity(self) -> State:
+        """The files behind the name: on the hub their addresses hold the revision, on disk size and date do."""
+        import hashlib
+
+        from oomph.data.streams import identity
+
+        digest = hashlib.sha256()
+        for names in (self._dataset[0].config.data_files or {}).values():
+            for name in names:
+                digest.update(f"{name}\n".encode())
+                if Path(name).is_file():
+                    digest.update(repr(sorted(identity(Path(name)).items())).encode())
+        return {"files_sha256": digest.hexdigest()}
+
+    def blocks(self, at: State, val_fraction: float) -> Iterator[Block]:  # noqa: ARG002
+        """Documents as they arrive; the place is the library's own state."""
+        import json
+
+        stream = self._dataset[1]
+        if "state" in at:
+            stream.load_state_dict(json.loads(str(at["state"])))
+        texts: list[str | None] = []
+        size = 0
+        for row in self._rows(stream):
+            texts.append(self._text(row))
+            size += len(texts[-1] or "")
+            if size >= BLOCK_BYTES:
+                yield Block((Rows(tuple(texts)),), size, {"state": json.dumps(stream.state_dict())}, 0)
+                texts, size = [], 0
+        if texts:
+            yield Block((Rows(tuple(texts)),), size, {"state": json.dumps(stream.state_dict())}, 0)
+
+    def _rows(self, stream: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield from stream
+        except Exception as error:  # the connection, in as many classes as there are layers below
+            lines = str(error).strip().splitlines() or [""]
+            raise DataError(
+                f"{self.name}: reading stopped: {type(error).__name__}: {lines[0][:300]}. "
+                "What was finished before is kept: call again to go on."
+            ) from None
+
+    def _text(self, row: dict[str, Any]) -> str | None:
+        text = row.get(self.key)
+        if isinstance(text, str) or (text is None and self.key in row):
+            return text
+        raise InputError(
+            Problem(
+                self.name,
+                f"no text under '{self.key}'",
+                found=", ".join(row),
+                allowed="name the text's column with --text_key",
+                nearest=nearest(self.key, list(row)),
+            )
+        )
