@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from oomph.devices import Device as Device
     from oomph.devices import find as find_gpu
     from oomph.errors import InputError as InputError
+    from oomph.fitting import Fit as Fit
+    from oomph.fitting import fit as fit
     from oomph.planner import Plan as Plan
     from oomph.planner import plan as plan
 
@@ -26,14 +28,27 @@ __version__ = "0.1.0"
 # Public names and where they live: imported when they are first used, so that `import oomph` takes no time.
 _HOMES = {
     "Device": ("oomph.devices", "Device"),
+    "Fit": ("oomph.fitting", "Fit"),
     "InputError": ("oomph.errors", "InputError"),
     "Plan": ("oomph.planner", "Plan"),
     "TrainConfig": ("oomph.config", "TrainConfig"),
+    "fit": ("oomph.fitting", "fit"),
     "find_gpu": ("oomph.devices", "find"),
     "load_config": ("oomph.config", "load"),
     "plan": ("oomph.planner", "plan"),
 }
-__all__ = ["Device", "InputError", "Plan", "TrainConfig", "__version__", "find_gpu", "load_config", "plan"]
+__all__ = [
+    "Device",
+    "Fit",
+    "InputError",
+    "Plan",
+    "TrainConfig",
+    "__version__",
+    "find_gpu",
+    "fit",
+    "load_config",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> Any:

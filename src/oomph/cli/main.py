@@ -18,6 +18,7 @@ DONE, NO, WRONG_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 VERBS = {
     "plan": "what a training run needs: does it fit, what fills the memory, how long, what it costs",
+    "fit": "the best setting that fits the card at the same batch; the largest model; a run from nothing",
     "data": "text to token files that training reads; info and check look at them",
     "gpus": "the cards oomph knows, or one of them with the source of each figure",
 }
@@ -30,7 +31,9 @@ What training a GPT needs, before it runs.
 {verbs}
 
   oomph plan gpt2 --gpu "RTX 4070"                     a preset on a card
-  oomph plan config/train_gpt2.py --gpu 4070 --batch_size=8   a nanoGPT config, one key changed
+  oomph plan config/train_gpt2.py --gpu 4070 --batch_size=8
+                                                       a nanoGPT config, one key changed
+  oomph fit config/train_gpt2.py --gpu 4070            what fits, and what is fastest
   oomph VERB --help                                    what a verb takes
   oomph --version
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oomph.fitting.cards import Cards
 from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, card_rows
-from oomph.report.markdown import _table as table
+from oomph.report.markdown import table as table
 
 
 def fit_to_markdown(summary: FitSummary) -> str:

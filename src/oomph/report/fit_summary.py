@@ -110,7 +110,7 @@ def describe(option: Option) -> str:
         "n_embd": f"width {config.n_embd}",
         "block_size": f"block {config.block_size}",
         "compile": "compiled" if config.compile else "not compiled",
-        "checkpoint_layers": f"{config.checkpoint_layers} blocks checkpointed",
+        "checkpoint_layers": f"{config.checkpoint_layers} block{'s' * (config.checkpoint_layers != 1)} checkpointed",
         "optimizer": config.optimizer,
         "optimizer_loop": f"{config.optimizer_loop} optimizer",
         "dtype": config.dtype or "",

@@ -18,7 +18,7 @@ def to_markdown(summary: Summary) -> str:
     ]
     if summary.paces:
         rows = [(p.case, p.step, p.tokens_per_s, p.run, p.finish) for p in summary.paces]
-        parts.append(_table(("time", "a step", "tokens/s", "the run", "done, if started now"), rows))
+        parts.append(table(("time", "a step", "tokens/s", "the run", "done, if started now"), rows))
     parts.append("\n".join(f"- **{heading}**: {sentence}." for heading, sentence in summary.facts))
     if summary.notes:
         parts.append("### To know\n" + "\n".join(f"- {note}" for note in summary.notes))
@@ -31,9 +31,9 @@ def _memory(summary: Summary) -> str:
         sizes = (dict(bar.parts).get(component) for bar in summary.bars)
         rows.append((component, *("" if size is None else f"{size:,.1f}" for size in sizes)))
     rows.append(("**in all**", *(f"**{bar.total_mib:,.1f}**" for bar in summary.bars)))
-    return _table(("memory, MiB, at the peak", *(bar.program for bar in summary.bars)), rows)
+    return table(("memory, MiB, at the peak", *(bar.program for bar in summary.bars)), rows)
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -158,4 +158,5 @@ def _hugging_face(path: Path) -> Callable[[], nn.Module]:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:
         raise InputError(Problem(str(path), f"transformers cannot read it: {error}")) from error
-    return lambda: _Causal(AutoModelForCausalLM.from_config(config))
+    made: Callable[[Any], nn.Module] = AutoModelForCausalLM.from_config
+    return lambda: _Causal(made(config))

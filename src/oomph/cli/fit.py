@@ -1,0 +1,136 @@
+"""`oomph fit`: the best setting that fits the card, at the same effective batch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from oomph import config as configs
+from oomph.cli.arguments import VerbParser
+from oomph.cli.plan import add_device, add_source, device_from, keys_help, positive
+from oomph.errors import InputError, Problem
+from oomph.fitting.answer import fit
+from oomph.fitting.result import Fit, Option
+
+EVERY_CARD = "all"
+
+
+def run(argv: list[str]) -> int:
+    """Fit, print, write where asked, and say with the exit code whether something fits."""
+    parser = _parser()
+    if "--help" in argv or "-h" in argv:
+        parser.epilog = keys_help()
+    options, overrides = parser.parse(argv)
+    loaded = configs.load(options.sources, overrides)
+    if options.gpu == EVERY_CARD:
+        return _every_card(options, loaded)
+    _check(options)
+    found = fit(
+        loaded,
+        device_from(options, loaded),
+        reserve_mib=options.reserve_mib,
+        tokens=options.tokens,
+        hours=options.hours,
+        largest=options.largest,
+    )
+    chosen = _option(options, found)
+    from oomph.report.fit_summary import is_yes, summarise_fit
+
+    if options.json:
+        _print_json(found.to_dict())
+    elif options.markdown:
+        from oomph.report.fit_markdown import fit_to_markdown
+
+        print(fit_to_markdown(summarise_fit(found)), end="")
+    else:
+        from oomph.report.fit_terminal import print_fit
+
+        print_fit(summarise_fit(found))
+    if options.write:
+        _write(options, found, chosen)
+    return 0 if is_yes(found) else 1
+
+
+def _every_card(options: argparse.Namespace, loaded: configs.LoadedConfig) -> int:
+    from oomph.fitting.cards import which_cards
+
+    if options.largest or options.write:
+        name = "--largest" if options.largest else "--write"
+        raise InputError(Problem(name, "needs one card", found="--gpu all", allowed="the name of a card"))
+    found = which_cards(loaded, reserve_mib=options.reserve_mib, tokens=options.tokens, hours=options.hours)
+    if options.json:
+        _print_json(found.to_dict())
+    elif options.markdown:
+        from oomph.report.fit_markdown import cards_to_markdown
+
+        print(cards_to_markdown(found), end="")
+    else:
+        from oomph.report.fit_terminal import print_cards
+
+        print_cards(found)
+    return 0 if found.fitting else 1
+
+
+def _print_json(result: dict[str, Any]) -> None:
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.option is not None and not options.write:
+        raise InputError(Problem("--option", "says which option to write", allowed="--write FILE beside it"))
+
+
+def _option(options: argparse.Namespace, found: Fit) -> Option | None:
+    """The option to write: the one asked for by its number, or the best."""
+    if options.option is None:
+        return found.chosen
+    if not 1 <= options.option <= len(found.options):
+        raise InputError(
+            Problem("--option", "no such option", str(options.option), f"a number from 1 to {len(found.options)}")
+        )
+    chosen: Option = found.options[options.option - 1]
+    return chosen
+
+
+def _write(options: argparse.Namespace, found: Fit, chosen: Option | None) -> None:
+    if chosen is None:
+        print(f"{options.write} is not written: nothing fits", file=sys.stderr)
+        return
+    from oomph.fitting.write import write_config
+
+    write_config(Path(options.write), found, chosen)
+    warning = "" if chosen.fits else ", which does not fit"
+    print(f"wrote {options.write}: option {found.options.index(chosen) + 1}{warning}", file=sys.stderr)
+
+
+def _parser() -> VerbParser:
+    parser = VerbParser(
+        "fit",
+        "The best setting that fits the card at the same effective batch, and what every other option would buy.\n"
+        "Without CONFIG, but with --tokens or --hours: a model and a run proposed from nothing.",
+    )
+    add_source(parser)
+    add_device(parser)
+    parser.add_argument("--tokens", type=amount, metavar="N", help="how many to train on, such as 10B")
+    parser.add_argument("--hours", type=positive, metavar="H", help="how long the run may take")
+    parser.add_argument(
+        "--largest", action="store_true", help="the largest model instead, with the config's batch and tokens"
+    )
+    parser.add_argument("--write", metavar="FILE", help="write the best option there, as a .py or .toml config")
+    parser.add_argument("--option", type=int, metavar="N", help="with --write: that option instead of the best")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="every option as JSON")
+    output.add_argument("--markdown", action="store_true", help="the report as Markdown")
+    return parser
+
+
+def amount(text: str) -> float:
+    """A number of tokens as people write it: 10B, 3.68B, 524_288."""
+    from oomph.config.values import count
+
+    value = count(text)
+    return float(value) if value is not None and value > 0 else positive(text)

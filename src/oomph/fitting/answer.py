@@ -1,0 +1,202 @@
+"""`fit`: the best setting that fits the card, at the same effective batch, and what every other option would buy."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from oomph import config as configs
+from oomph.config import LoadedConfig, TrainConfig
+from oomph.devices import Device
+from oomph.fitting import rows, verdict
+from oomph.fitting.nearest import nearest_rows
+from oomph.fitting.propose import grow, propose
+from oomph.fitting.result import KINDS, Fit, Kind, Option, Value
+from oomph.fitting.rows import Row
+from oomph.fitting.search import Searcher
+from oomph.fitting.space import Program, candidates, changes_between, programs, with_changes
+from oomph.planner import Plan, choose_device, tokens_per_step
+
+NEARLY_AS_FAST = 0.05  # the safest option gives up at most this share of the best one's speed
+WORTH_A_CHANGE = 0.01  # a setting that fits as it is is left alone for less than this
+
+
+def fit(
+    config: LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    device: Device | str | None = None,
+    *,
+    reserve_mib: float = 0.0,
+    tokens: float | None = None,
+    hours: float | None = None,
+    largest: bool = False,
+) -> Fit:
+    """The settings with which `config` trains on `device`, ranked, each simulated in full.
+
+    `config` and `device` are as `plan` takes them. `reserve_mib` is kept free for the desktop and other programs;
+    `tokens` sets the length of the run; `hours` is the time it may take. `largest` asks for the largest model instead.
+    Where no model is given, but tokens or hours are, one is proposed. Raises `InputError` with all that is wrong.
+    """
+    loaded = configs.as_loaded(config)
+    searcher = Searcher(choose_device(device, loaded.config), reserve_mib)
+    with collecting_later():
+        if (tokens or hours) and not names_a_model(loaded):
+            return propose(loaded, searcher, tokens, hours)
+        loaded = with_tokens(loaded, tokens)
+        return grow(loaded, searcher, hours) if largest else _Fitting(loaded, searcher, hours).answer()
+
+
+def names_a_model(loaded: LoadedConfig) -> bool:
+    """Whether anybody said what is to be trained: a file, a preset or a shape."""
+    return bool(loaded.files) or any(loaded.said(key) for key in ("n_layer", "n_head", "n_embd"))
+
+
+def with_tokens(loaded: LoadedConfig, tokens: float | None) -> LoadedConfig:
+    """The run made as long as that many tokens take, its schedule with it."""
+    if tokens is None:
+        return loaded
+    steps = max(1, -(-int(tokens) // tokens_per_step(loaded.config)))
+    ends_together = loaded.config.lr_decay_iters == loaded.config.max_iters or not loaded.said("lr_decay_iters")
+    changes: dict[str, Value] = {"max_iters": steps}
+    return with_changes(loaded, changes | ({"lr_decay_iters": steps} if ends_together else {}))
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Without the garbage collector: a search makes many small objects, none in cycles, and it would visit them all."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
+class _Fitting:
+    """One fit under way: the options found so far, each under the config it runs."""
+
+    def __init__(self, loaded: LoadedConfig, searcher: Searcher, hours: float | None) -> None:
+        self.loaded = loaded
+        self.searcher = searcher
+        self.hours = hours
+        self.programs = programs(loaded, searcher.device)
+        self.asked = "patched" if _is_patched(self.programs["nanogpt"], loaded) else loaded.config.trainer
+        self.now = searcher.plan(loaded)
+        self.found: dict[TrainConfig, Option] = {}
+        self.evaluated = 0
+
+    def answer(self) -> Fit:
+        for row in rows.same_rows(self.programs, self.asked):
+            self.add(row)
+        fastest = {key: self.search(program) for key, program in self.programs.items()}
+        for row in rows.nearly_rows(self.programs, self.asked, self.searcher.device.has_bf16):
+            self.add(row)
+        for row in rows.different_rows(self.programs[self.asked]):
+            self.add(row)
+        if not any(fastest.values()):
+            for row in nearest_rows(self.programs["oomph"], self.searcher):
+                self.add(row)
+        options = sorted(self.found.values(), key=_rank)
+        best = self._best(options)
+        safest = self._safest(options, best)
+        options = [verdict.with_reason(option, options, best, safest, self.hours) for option in options]
+        return Fit(
+            loaded=self.loaded,
+            now=self.now,
+            options=tuple(options),
+            best=best,
+            safest=safest,
+            evaluated=self.evaluated + len(self.found),
+            verdict=verdict.verdict(self.now, options, best, self.hours),
+            why=tuple(verdict.why(self.now, options, best, safest, self.hours)),
+            hours_limit=self.hours,
+        )
+
+    def add(self, row: Row) -> None:
+        """Simulate an option and keep it, unless one that runs the same is there already."""
+        program = self.programs[row.program]
+        self._keep(row.name, self.searcher.plan(with_changes(program.loaded, row.changes)), row.kind, row.effect)
+
+    def _keep(self, name: str, plan: Plan, kind: Kind, effect: str) -> None:
+        if plan.config not in self.found:
+            changes = changes_between(self.now.config, plan.config)
+            saved_mib = self.now.memory.total_mib - plan.memory.total_mib
+            self.found[plan.config] = Option(name, changes, kind, plan, saved_mib, effect, "")
+
+    def search(self, program: Program) -> bool:
+        """The fastest of a program's settings and the roomiest of those nearly as fast; False where nothing fits."""
+        every = list(candidates(program))
+        self.evaluated += len(every)
+        fastest = self.searcher.fastest(program.loaded, every)
+        if fastest is None and program.key == "patched" != self.asked:
+            return False
+        if fastest is None:
+            leanest = self.searcher.roomiest(program.loaded, every)
+            if leanest is not None:
+                self._keep("the leanest setting", leanest, "same", rows.SAME)
+            return False
+        self._keep("the fastest that fits", fastest, "same", rows.SAME)
+        if fastest.time is not None and program.key == self.asked:
+            slowest_s = fastest.time.step_ms / 1e3 * (1 + NEARLY_AS_FAST)
+            roomiest = self.searcher.roomiest(program.loaded, every, slowest_s)
+            if roomiest is not None:
+                self._keep("the most room", roomiest, "same", rows.SAME)
+        return True
+
+    def _best(self, options: list[Option]) -> int | None:
+        """The fastest that fits, is in time and runs under the program asked for; else the next best program, then
+        what changes the mathematics. What fits as it is stays, unless another is faster by more than a trifle."""
+        fitting = [index for index, option in enumerate(options) if option.fits]
+        if not fitting:
+            return None
+        same = [index for index in fitting if options[index].kind == "same"]  # late, it is still what was asked for
+        in_time = [index for index in same if self._in_time(options[index])] or same or fitting
+        preferred = [self.asked, *(key for key in ("nanogpt", "patched", "oomph") if key != self.asked)]
+        places = {key: place for place, key in enumerate(preferred)}
+
+        def order(index: int) -> tuple[bool, int, int, float]:
+            option = options[index]
+            retries, place = option.plan.memory.retries > 0, places[program_of(option)]
+            return retries, KINDS.index(option.kind), place, -(option.tokens_per_s or 0.0)
+
+        best = min(in_time, key=order)
+        unchanged = next((index for index in in_time if not options[index].changes), None)
+        if unchanged is not None and not options[unchanged].plan.memory.retries:
+            gain = (options[best].tokens_per_s or 1.0) / (options[unchanged].tokens_per_s or 1.0) - 1
+            sooner = (options[best].hours or 0.0) < (options[unchanged].hours or 0.0)  # evaluations take a larger batch
+            return best if gain > WORTH_A_CHANGE and sooner else unchanged
+        return best
+
+    def _in_time(self, option: Option) -> bool:
+        return self.hours is None or (option.hours is not None and option.hours <= self.hours)
+
+    def _safest(self, options: list[Option], best: int | None) -> int | None:
+        """The most room among those of the best one's program and kind that are nearly as fast."""
+        if best is None:
+            return None
+        chosen = options[best]
+        enough = (chosen.tokens_per_s or 0.0) / (1 + NEARLY_AS_FAST)
+        alike = [
+            index
+            for index, option in enumerate(options)
+            if option.fits
+            and (option.kind, program_of(option)) == (chosen.kind, program_of(chosen))
+            and (option.tokens_per_s or 0.0) >= enough
+        ]
+        return max(alike, key=lambda index: options[index].plan.memory.headroom_mib or 0.0)
+
+
+def program_of(option: Option) -> str:
+    """The key of the program that runs an option."""
+    return "patched" if option.patched else option.trainer
+
+
+def _is_patched(program: Program, loaded: LoadedConfig) -> bool:
+    return loaded.config.trainer == "nanogpt" and program.settled.return_logits is False
+
+
+def _rank(option: Option) -> tuple[bool, int, float]:
+    return not option.fits, KINDS.index(option.kind), -(option.tokens_per_s or 0.0)

@@ -1,0 +1,66 @@
+"""Comments that state a product, such as "16 * 32 * 1024 = 524,288", made true again when its factors change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import prod
+
+FACTORS = ("batch_size", "gradient_accumulation_steps", "block_size")
+_NUMBER = re.compile(r"\d[\d,_]*")
+_TIMES = r"(?:[*×·]|(?<=[\s\d])x(?=[\s\d]))"
+_TERM = r"[^=*×·#\n]*?\d[^=*×·#\n]*?"
+_PRODUCT = re.compile(rf"({_TERM}(?:{_TIMES}{_TERM})+)(=\s*)(\d[\d,_]*\d|\d)")
+_WORDS = {
+    "batch_size": r"batch|sequence",
+    "gradient_accumulation_steps": r"accum|micro",
+    "block_size": r"block|context",
+}
+
+
+def correct(comment: str, old: Mapping[str, int], new: Mapping[str, int]) -> str:
+    """The comment with each product of the old values that it states restated for the new ones."""
+    return _PRODUCT.sub(lambda match: _restate(match, old, new), comment)
+
+
+def _restate(match: re.Match[str], old: Mapping[str, int], new: Mapping[str, int]) -> str:
+    terms, equals, stated = match.groups()
+    pieces = re.split(rf"({_TIMES})", terms)
+    numbers = [_NUMBER.search(piece) for piece in pieces[::2]]
+    values = [_value(number[0]) for number in numbers if number is not None]
+    if prod(values) != _value(stated):
+        return match[0]  # not a product after all
+    changed = _factors(pieces[::2], values, old, new)
+    if changed == values:
+        return match[0]
+    for place, (number, value) in enumerate(zip(numbers, changed, strict=True)):
+        if number is not None and value != values[place]:
+            piece = pieces[2 * place]
+            pieces[2 * place] = piece[: number.start()] + _like(number[0], value) + piece[number.end() :]
+    return "".join(pieces) + equals + _like(stated, prod(changed))
+
+
+def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: Mapping[str, int]) -> list[int]:
+    """The factors with the new values in their places: known by the words beside them, else by their size."""
+    changed = list(values)
+    free = set(range(len(values)))
+    for key in FACTORS:
+        named = [place for place in sorted(free) if re.search(_WORDS[key], terms[place], re.IGNORECASE)]
+        equal = [place for place in sorted(free) if values[place] == old[key]]
+        place = next((place for place in [*(each for each in named if each in equal), *named, *equal]), None)
+        if place is None:
+            continue
+        free.discard(place)
+        # A factor of an accumulation over several devices, "5 gradaccum * 8 GPUs", grows as the whole does.
+        scaled, rest = divmod(values[place] * new[key], old[key])
+        changed[place] = scaled if rest == 0 else values[place]
+    return changed
+
+
+def _value(text: str) -> int:
+    return int(text.replace(",", "").replace("_", ""))
+
+
+def _like(text: str, value: int) -> str:
+    """The number with the other one's separators."""
+    return f"{value:,}" if "," in text else f"{value:_}" if "_" in text else str(value)

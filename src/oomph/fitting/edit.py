@@ -1,0 +1,140 @@
+"""The user's own config file with just the changed lines changed: nanoGPT's `.py`, or TOML."""
+
+from __future__ import annotations
+
+import re
+
+from oomph.config import TrainConfig
+from oomph.config.keys import keys
+from oomph.fitting import comments
+from oomph.fitting.result import Value
+
+_ENTRY = re.compile(r"^(\s*)([A-Za-z0-9_]+)(\s*=\s*)")
+ADDED = "# Set by oomph fit:"
+
+
+def set_key(text: str, toml: bool, key: str, value: Value) -> str:
+    """The text with the key's value changed where it stands, or the key added at the end."""
+    span = _toml_span(text, key) if toml else _python_span(text, key)
+    if span is None:
+        return _append(text, key, value, toml)
+    return _put(text, span, _written(text[span[0] : span[1]], value, toml))
+
+
+def restate(text: str, toml: bool, old: TrainConfig, new: TrainConfig) -> str:
+    """The text with its comments true again: those that state a product of the old values."""
+    before, after = ({key: getattr(config, key) for key in comments.FACTORS} for config in (old, new))
+    if before == after:
+        return text
+    lines = text.splitlines(keepends=True)
+    for number, column in _toml_comments(text) if toml else _python_comments(text):
+        line = lines[number]
+        lines[number] = line[:column] + comments.correct(line[column:], before, after)
+    return "".join(lines)
+
+
+def written(value: Value, toml: bool) -> str:
+    """A value as the format writes it."""
+    if not toml:
+        return repr(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def entry(key: str, value: Value, toml: bool) -> str:
+    """A line of its own, with what the key means."""
+    known = keys()[key]
+    ours = "" if toml or known.whose == "nanogpt" else "; oomph's key, which nanoGPT passes over"
+    how = known.description
+    if key == "expandable_segments" and value:
+        how = "start the run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if key == "return_logits" and not value:
+        how = "nanoGPT needs the two-line patch that oomph fit shows"
+    return f"{key} = {written(value, toml)}  # {how}{ours}"
+
+
+def _written(old: str, value: Value, toml: bool) -> str:
+    """The new value; a product such as "5 * 8" keeps its last factor, the number of devices, where it can."""
+    match = re.fullmatch(r"\s*\d+\s*\*\s*(\d+)\s*", old)
+    if match and isinstance(value, int) and int(match[1]) and value % int(match[1]) == 0:
+        return f"{value // int(match[1])} * {match[1]}"
+    return written(value, toml)
+
+
+def _python_span(text: str, key: str) -> tuple[int, int] | None:
+    """Where the value stands that the file gives the key last, if a plain assignment at the top level gives it."""
+    import ast
+
+    found: ast.expr | None = None
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if len(targets) == 1 and isinstance(targets[0], ast.Name) and targets[0].id == key:
+            found = node.value
+    if found is None or found.end_lineno is None or found.end_col_offset is None:
+        return None
+    lines = text.splitlines(keepends=True)
+
+    def offset(line: int, column_bytes: int) -> int:
+        ahead = lines[line - 1].encode()[:column_bytes].decode()  # ast counts bytes
+        return sum(map(len, lines[: line - 1])) + len(ahead)
+
+    return offset(found.lineno, found.col_offset), offset(found.end_lineno, found.end_col_offset)
+
+
+def _toml_span(text: str, key: str) -> tuple[int, int] | None:
+    start = 0
+    for line in text.splitlines(keepends=True):
+        match = _ENTRY.match(line)
+        if match and match[2] == key:
+            value = line[match.end() : _comment_at(line)].rstrip()
+            return start + match.end(), start + match.end() + len(value)
+        start += len(line)
+    return None
+
+
+def _put(text: str, span: tuple[int, int], value: str) -> str:
+    """The text with the value in that place, and a comment after it left in its column where there is room."""
+    start, end = span
+    after = text[end:]
+    match = re.match(r"( {2,})#", after)
+    if match:
+        gap = max(2, len(match[1]) + (end - start) - len(value))
+        after = " " * gap + after[len(match[1]) :]
+    return text[:start] + value + after
+
+
+def _append(text: str, key: str, value: Value, toml: bool) -> str:
+    if text and not text.endswith("\n"):
+        text += "\n"
+    head = "" if ADDED in text or not text else f"\n{ADDED}\n"
+    return f"{text}{head}{entry(key, value, toml)}\n"
+
+
+def _python_comments(text: str) -> list[tuple[int, int]]:
+    """Line and column of each comment."""
+    import io
+    import tokenize
+
+    found = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [(token.start[0] - 1, token.start[1]) for token in found if token.type == tokenize.COMMENT]
+
+
+def _toml_comments(text: str) -> list[tuple[int, int]]:
+    lines = text.splitlines()
+    return [(number, _comment_at(line)) for number, line in enumerate(lines) if _comment_at(line) < len(line)]
+
+
+def _comment_at(line: str) -> int:
+    """The column where a line's comment begins, outside of any string; its length where there is none."""
+    quote = ""
+    for column, letter in enumerate(line):
+        if quote:
+            quote = "" if letter == quote and (quote == "'" or line[column - 1] != "\\") else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter == "#":
+            return column
+    return len(line)

@@ -1,0 +1,126 @@
+"""The largest model that fits and trains in time: the widest, the deepest, the largest in GPT-2's proportions; and a
+whole run proposed from nothing but a card, a time and a number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import msgspec
+
+from oomph import config as configs
+from oomph.config import LoadedConfig, TrainConfig
+from oomph.fitting import shapes
+from oomph.fitting.result import Option, Value
+from oomph.fitting.search import Searcher
+from oomph.fitting.shapes import Shape
+from oomph.fitting.space import batches, changes_between, with_changes
+from oomph.planner import Plan
+from oomph.step.params import count_nanogpt
+
+WIDEST = 32_768  # a width no single card trains
+NEARLY_ORDERED = 3  # sizes of a ladder are in order of their cost only nearly: so many more are looked at
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run may take, and how long it is."""
+
+    hours: float | None
+    tokens: float | None  # None: 20 a parameter, in a proposal; as the config says, otherwise
+
+
+class Sizer:
+    """Model sizes tried on one device, each at its fastest setting."""
+
+    def __init__(self, loaded: LoadedConfig, searcher: Searcher, limits: Limits, proposing: bool) -> None:
+        self.loaded = loaded
+        self.searcher = searcher
+        self.limits = limits
+        self.proposing = proposing
+        self.evaluated = 0
+        self._plans: dict[Shape, Plan | None] = {}
+
+    def plan(self, shape: Shape) -> Plan | None:
+        """The model of that shape at the fastest setting that fits; None where none does."""
+        if shape not in self._plans:
+            loaded = self.config(shape)
+            every = list(_settings(configs.settle(loaded, self.searcher.device).config))
+            self.evaluated += len(every)
+            self._plans[shape] = self.searcher.fastest(loaded, every)
+        return self._plans[shape]
+
+    def config(self, shape: Shape) -> LoadedConfig:
+        """The run with a model of that shape, and the schedule that suits it where the run is ours to propose."""
+        changes: dict[str, Value] = dict(shape.changes())
+        checkpointed = self.loaded.config.checkpoint_layers
+        if checkpointed:
+            changes["checkpoint_layers"] = min(checkpointed, shape.n_layer)
+        if self.proposing:
+            changes |= self._run(shape, with_changes(self.loaded, changes).config)
+        return with_changes(self.loaded, changes)
+
+    def _run(self, shape: Shape, config: TrainConfig) -> dict[str, Value]:
+        tokens = self.limits.tokens or shapes.TOKENS_PER_PARAMETER * count_nanogpt(config)
+        sequences = shapes.batch_sequences(tokens, config.block_size)
+        world = config.world_size
+        sequences = -(-sequences // world) * world
+        run: dict[str, Value] = {"batch_size": 1, "gradient_accumulation_steps": sequences}
+        run |= shapes.schedule(shape, tokens, sequences, config.block_size)
+        return {key: value for key, value in run.items() if not self.loaded.said(key)}
+
+    def will_do(self, shape: Shape) -> bool:
+        """Whether the model fits and is trained in time, and, proposed, has the tokens a model of its size wants."""
+        if self.proposing and self.limits.tokens is not None:
+            wanted = shapes.TOKENS_PER_PARAMETER * count_nanogpt(self.config(shape).config)
+            if wanted > self.limits.tokens:
+                return False
+        if not self._could(shape):
+            return False
+        plan = self.plan(shape)
+        if plan is None:
+            return False
+        return self.limits.hours is None or (plan.time is not None and plan.time.hours <= self.limits.hours)
+
+    def _could(self, shape: Shape) -> bool:
+        """False where the weights, their gradients and Adam's state alone are too many."""
+        return 16 * shape.block_parameters <= self.searcher.room_bytes or self.loaded.config.optimizer != "adamw"
+
+    def last(self, sizes: Sequence[Shape]) -> Shape | None:
+        """The last of growing sizes that will do: memory and time grow with them, so halving finds it."""
+        low, high = -1, len(sizes) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.will_do(sizes[middle]) else (low, middle - 1)
+        near = range(low + 1, min(low + 1 + NEARLY_ORDERED, len(sizes)))
+        low = max([low, *(place for place in near if self.will_do(sizes[place]))])
+        return sizes[low] if low >= 0 else None
+
+
+def _settings(base: TrainConfig) -> Iterator[TrainConfig]:
+    """The settings a size is tried with: every micro-batch; for oomph also all blocks checkpointed."""
+    layers = (base.checkpoint_layers, base.n_layer) if base.trainer == "oomph" else (base.checkpoint_layers,)
+    for (size, micro_steps), checkpointed in product(batches(base), dict.fromkeys(layers)):
+        yield msgspec.structs.replace(
+            base, batch_size=size, gradient_accumulation_steps=micro_steps, checkpoint_layers=checkpointed
+        )
+
+
+def growing(sizer: Sizer) -> dict[str, Callable[[], Shape | None]]:
+    """The three ways to grow a config's model, by name."""
+    config = sizer.loaded.config
+    widths = [Shape(config.n_layer, width) for width in range(shapes.HEAD_SIZE, WIDEST, shapes.HEAD_SIZE)]
+    width = max(shapes.HEAD_SIZE, config.n_embd // shapes.HEAD_SIZE * shapes.HEAD_SIZE)
+    depths = [Shape(layers, width) for layers in range(1, 1025)]
+    return {
+        "the largest in GPT-2's proportions": lambda: sizer.last(shapes.ladder(config.vocab_size)),
+        f"the widest of {config.n_layer} layers": lambda: sizer.last(widths),
+        f"the deepest of width {width}": lambda: sizer.last(depths),
+    }
+
+
+def as_option(name: str, plan: Plan, now: Plan, effect: str) -> Option:
+    """A model of another size, as an option beside what was asked."""
+    changes = changes_between(now.config, plan.config)
+    return Option(name, changes, "different", plan, now.memory.total_mib - plan.memory.total_mib, effect, "")

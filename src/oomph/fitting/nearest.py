@@ -1,0 +1,71 @@
+"""Where nothing that keeps the training fits: the nearest things that would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from oomph.config import TrainConfig
+from oomph.devices import Device, all_devices
+from oomph.fitting.result import Kind, Value
+from oomph.fitting.rows import Row, shallower
+from oomph.fitting.search import Searcher
+from oomph.fitting.shapes import HEAD_SIZE
+from oomph.fitting.space import Program, candidates, changes_between
+
+
+def nearest_rows(program: Program, searcher: Searcher) -> Iterator[Row]:
+    """From the leanest setting: a smaller optimizer state, then the deepest and the widest model that fit."""
+    leanest = searcher.roomiest(program.loaded, candidates(program))
+    if leanest is None:
+        return
+    base = leanest.config
+
+    def row(name: str, changed: TrainConfig, kind: Kind, effect: str) -> Row:
+        return Row(name, program.key, _from(program, changed), kind, effect)
+
+    light = msgspec.structs.replace(base, optimizer="adamw8bit")
+    if base.optimizer == "adamw":
+        yield row("8-bit Adam, leanest", light, "nearly", "Adam's moments in 8 bits, block by block")
+    layers = _largest(base.n_layer - 1, lambda n: _with(base, shallower(base, n)), program, searcher)
+    if layers:
+        effect = f"a smaller model: {layers} layers of {base.n_layer}"
+        yield row("the deepest that fits", _with(base, shallower(base, layers)), "different", effect)
+    units = _largest((base.n_embd - 1) // HEAD_SIZE, lambda n: _with(base, _wide(n)), program, searcher)
+    if units:
+        effect = f"a smaller model: width {units * HEAD_SIZE} of {base.n_embd}"
+        yield row("the widest that fits", _with(base, _wide(units)), "different", effect)
+
+
+def smallest_card(need_mib: float) -> Device | None:
+    """The card with the least memory on which a process can have that much; None where there is none."""
+    cards = [card for card in all_devices() if card.kind == "cuda" and card.usable_mib >= need_mib]
+    return min(cards, key=lambda card: (card.usable_mib, -(card.tflops_fp16 or 0.0)), default=None)
+
+
+def _largest(top: int, make: Callable[[int], TrainConfig], program: Program, searcher: Searcher) -> int:
+    """The largest number up to `top` whose config fits, by the full simulation; 0 where none does. Memory grows with
+    the number: halving finds the last that may fit by the safe bound, then each is simulated."""
+    low, high = 0, top
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if searcher.may_fit(make(middle)) else (low, middle - 1)
+    while low > 0:
+        memory = searcher.simulate(program.loaded, make(low)).memory
+        if memory.fits and not memory.retries:
+            break
+        low -= 1
+    return low
+
+
+def _wide(heads: int) -> dict[str, Value]:
+    return {"n_embd": heads * HEAD_SIZE, "n_head": heads}
+
+
+def _with(config: TrainConfig, changes: dict[str, Value]) -> TrainConfig:
+    return msgspec.structs.replace(config, **changes)
+
+
+def _from(program: Program, config: TrainConfig) -> dict[str, Value]:
+    return changes_between(program.settled, config)

@@ -1,0 +1,111 @@
+"""What a fit answers with: options, each with a full plan behind it, ranked, and which to take."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from oomph.config import LoadedConfig
+from oomph.planner import Plan
+
+Kind = Literal["same", "nearly", "different"]
+KINDS: tuple[Kind, ...] = ("same", "nearly", "different")
+Value = int | float | str | bool
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One way to run, checked by the full simulation."""
+
+    name: str  # "half the micro-batch"
+    changes: dict[str, Value]  # config keys that differ from what was asked
+    kind: Kind  # what it does to the mathematics: nothing but rounding, a little, or another training
+    plan: Plan
+    saved_mib: float  # against what was asked, as it was asked
+    effect: str  # on the training
+    reason: str  # why to take it, or not
+
+    @property
+    def trainer(self) -> str:
+        """The program that runs it: nanogpt or oomph."""
+        return self.plan.config.trainer
+
+    @property
+    def patched(self) -> bool:
+        """Whether nanoGPT needs our two-line patch for it."""
+        return self.trainer == "nanogpt" and self.plan.config.return_logits is False
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.plan.memory.fits)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.plan.time.tokens_per_s if self.plan.time else None
+
+    @property
+    def hours(self) -> float | None:
+        return self.plan.time.hours if self.plan.time else None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences to one optimizer step: the effective batch."""
+        return self.plan.config.batch_size * self.plan.config.gradient_accumulation_steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """The option as the documented JSON object. What is not predicted is absent."""
+        memory = self.plan.memory
+        result = {
+            "name": self.name,
+            "changes": self.changes,
+            "trainer": self.trainer,
+            "patched": self.patched,
+            "kind": self.kind,
+            "fits": self.fits,
+            "total_mib": memory.total_mib,
+            "high_mib": memory.high_mib,
+            "headroom_mib": memory.headroom_mib,
+            "saved_mib": self.saved_mib,
+            "batch_size": self.plan.config.batch_size,
+            "gradient_accumulation_steps": self.plan.config.gradient_accumulation_steps,
+            "effective_batch": self.sequences,
+            "tokens_per_s": self.tokens_per_s,
+            "hours": self.hours,
+            "effect": self.effect,
+            "reason": self.reason,
+        }
+        return {name: value for name, value in result.items() if value is not None}
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """The answer: every option, the best and the safest of them, and the verdict on one line."""
+
+    loaded: LoadedConfig  # what was asked
+    now: Plan  # what was asked, as it was asked
+    options: tuple[Option, ...]  # ranked: fits, then kind, then tokens/s
+    best: int | None  # the option to take; None where nothing fits
+    safest: int | None  # the most room among those nearly as fast
+    evaluated: int  # candidates weighed, of which each option was simulated in full
+    verdict: str
+    why: tuple[str, ...]  # what explains the verdict, a sentence each
+    hours_limit: float | None = None
+    seeks_a_model: bool = False  # the answer is a model, not a setting of the one asked for
+    proposed: bool = False  # from nothing: there was no config, the best option is one
+
+    @property
+    def chosen(self) -> Option | None:
+        """The best option."""
+        return None if self.best is None else self.options[self.best]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fit as the documented JSON object."""
+        result = {
+            "verdict": self.verdict,
+            "now": self.now.to_dict(),
+            "options": [option.to_dict() for option in self.options],
+            "best": self.best,
+            "safest": self.safest,
+            "evaluated": self.evaluated,
+            "why": list(self.why),
+        }
+        return {name: value for name, value in result.items() if value is not None}

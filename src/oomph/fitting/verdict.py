@@ -1,0 +1,214 @@
+"""A fit in sentences: the verdict on one line, what explains it, and a reason beside each option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from oomph.fitting.nearest import smallest_card
+from oomph.fitting.result import Option, Value
+from oomph.planner import PROGRAMS, Plan
+
+WORTH_SAYING_MIB = 100.0
+
+
+def setting(changes: dict[str, Value]) -> str:
+    """Changes as they are written in a config: "batch_size = 8, gradient_accumulation_steps = 64"."""
+    return ", ".join(f"{key} = {value!r}" for key, value in changes.items())
+
+
+def name_of(option: Option) -> str:
+    """Who runs it: nanoGPT, nanoGPT with the patch, oomph train."""
+    return PROGRAMS[option.trainer] + (" with the patch" if option.patched else "")
+
+
+def verdict(now: Plan, options: Sequence[Option], best: int | None, hours: float | None) -> str:
+    """The answer on one line."""
+    program = now.program
+    card = now.device.name
+    if best is None:
+        return f"No: nothing tried fits {card}; {_leanest(options)}"
+    chosen = options[best]
+    late = _late(chosen, hours)
+    if chosen.kind != "same":
+        return f"No: nothing that keeps the training as it is fits {card}; {_leanest(options)}"
+    if not chosen.changes:
+        margin = f"{now.memory.total_mib:,.0f} MiB, {now.memory.headroom_mib:,.0f} free"
+        return f"{'Too slow' if late else 'Yes'}: {program} fits as it is ({margin}){late}"
+    cure = f"{setting({k: v for k, v in chosen.changes.items() if k not in ('trainer', 'return_logits')})}"
+    how = ", ".join(part for part in (name_of(chosen) if _other(now, chosen) else "", cure) if part)
+    figures = f"{chosen.plan.memory.total_mib:,.0f} MiB{_pace(chosen)}"
+    answer = "Too slow" if late else "Yes"
+    if now.memory.fits:
+        gain = 100 * ((chosen.tokens_per_s or 1) / (now.time.tokens_per_s if now.time else 1) - 1)
+        return f"{answer}: it fits as it is, and {how} is {gain:.0f} % faster: {figures}{late}"
+    missing = -(now.memory.headroom_mib or 0.0)
+    answer = "Too slow" if late else "Yes, with a change"
+    return f"{answer}: {program} lacks {missing:,.0f} MiB; {how} fits: {figures}{late}"
+
+
+def _other(now: Plan, chosen: Option) -> bool:
+    return chosen.trainer != now.config.trainer or (chosen.patched and bool(now.config.return_logits))
+
+
+def _pace(option: Option) -> str:
+    return f", {option.tokens_per_s:,.0f} tokens/s, {option.hours:,.1f} h" if option.tokens_per_s else ""
+
+
+def _late(option: Option, hours: float | None) -> str:
+    if hours is None or option.hours is None or option.hours <= hours:
+        return ""
+    return f", but takes {option.hours:,.1f} h where {hours:g} are given"
+
+
+def _leanest(options: Sequence[Option]) -> str:
+    """By how much it fails, and the nearest thing that would do."""
+    same = [option for option in options if option.kind == "same" and not option.fits]
+    lean = min(same, key=lambda option: option.plan.memory.total_mib)
+    missing = -(lean.plan.memory.headroom_mib or 0.0)
+    return f"the leanest setting needs {lean.plan.memory.total_mib:,.0f} MiB, {missing:,.0f} too many ({name_of(lean)})"
+
+
+def why(
+    now: Plan, options: Sequence[Option], best: int | None, safest: int | None, hours: float | None
+) -> Iterator[str]:
+    """What explains the verdict, a sentence each."""
+    if not now.memory.fits:
+        yield _what_fills(now)
+    yield from _unchanged_elsewhere(now, options)
+    yield from _price_of_halving(now, options)
+    yield from _compile(options)
+    if best is not None and options[best].kind == "same":
+        yield from _margin(options, best, safest)
+    else:
+        yield from _nearest(options, best)
+    if best is not None and _late(options[best], hours):
+        yield from _in_the_hours(options[best], hours or 0.0)
+
+
+def _what_fills(now: Plan) -> str:
+    first, second = sorted(now.memory.breakdown, key=lambda part: -part.mib)[:2]
+    return (
+        f"{now.program} is fullest in {now.memory.peak_at}: {first.name} take {first.mib:,.0f} MiB and "
+        f"{second.name} {second.mib:,.0f}, of {now.memory.allocated_mib:,.0f} allocated"
+    )
+
+
+def _unchanged_elsewhere(now: Plan, options: Sequence[Option]) -> Iterator[str]:
+    """The same batch under another program, and what that program does not hold."""
+    if now.memory.fits:
+        return
+    for option in options:
+        config = option.plan.config
+        alike = (config.batch_size, config.gradient_accumulation_steps) == (
+            now.config.batch_size,
+            now.config.gradient_accumulation_steps,
+        )
+        if option.name == "as it is" and option.fits and alike and option.kind == "same" and _other(now, option):
+            held = {part.name: part.mib for part in option.plan.memory.breakdown}
+            part = max(now.memory.breakdown, key=lambda part: part.mib - held.get(part.name, 0.0))
+            yield (
+                f"{name_of(option)} runs {config.batch_size} × {config.gradient_accumulation_steps} unchanged in "
+                f"{option.plan.memory.total_mib:,.0f} MiB: {_because(option)}, so it holds "
+                f"{held.get(part.name, 0.0):,.0f} MiB of {part.name} where {now.program} holds "
+                f"{part.mib:,.0f}"
+            )
+
+
+def _because(option: Option) -> str:
+    if option.plan.config.loss_chunk:
+        return f"it computes the loss {option.plan.config.loss_chunk:,} tokens at a time and returns no logits"
+    return "its training step returns the loss alone"
+
+
+def _price_of_halving(now: Plan, options: Sequence[Option]) -> Iterator[str]:
+    half = next((option for option in options if option.name == "half the micro-batch"), None)
+    if half is None or half.tokens_per_s is None or now.time is None:
+        return
+    price = 100 * (1 - half.tokens_per_s / now.time.tokens_per_s)
+    config = half.plan.config
+    yield (
+        f"{config.batch_size} × {config.gradient_accumulation_steps} instead of {now.config.batch_size} × "
+        f"{now.config.gradient_accumulation_steps} costs {price:.1f} % of the speed on this card: the tokens are the "
+        "same, the products smaller"
+    )
+
+
+def _compile(options: Sequence[Option]) -> Iterator[str]:
+    eager = next((option for option in options if option.name == "not compiled"), None)
+    if eager is not None and eager.saved_mib < -WORTH_SAYING_MIB:
+        yield f"switching compile off does not save memory: it takes {-eager.saved_mib:,.0f} MiB more"
+
+
+def _margin(options: Sequence[Option], best: int, safest: int | None) -> Iterator[str]:
+    memory = options[best].plan.memory
+    if memory.capacity_mib is not None and memory.high_mib > memory.capacity_mib:
+        yield (
+            f"the best option's margin is {memory.headroom_mib:,.0f} MiB, within what a prediction may miss "
+            f"({memory.low_mib:,.0f} to {memory.high_mib:,.0f} MiB)"
+        )
+    if safest is not None and safest != best:
+        option = options[safest]
+        slower = 100 * (1 - (option.tokens_per_s or 1.0) / (options[best].tokens_per_s or 1.0))
+        yield (
+            f"the safest is option {safest + 1}, the most room at no more than 5 % less speed: "
+            f"{option.plan.memory.headroom_mib:,.0f} MiB free, {slower:.1f} % slower"
+        )
+    elif safest is not None:
+        yield "the best option is also the safest: none nearly as fast leaves more room"
+
+
+def _nearest(options: Sequence[Option], best: int | None) -> Iterator[str]:
+    if best is not None:
+        option = options[best]
+        need = f"{option.plan.memory.total_mib:,.0f} MiB"
+        yield f"the nearest that fits: {setting(option.changes)} ({need}): {option.effect}"
+    same = [option for option in options if option.kind == "same"]
+    lean = min(same, key=lambda option: option.plan.memory.total_mib)
+    card = smallest_card(lean.plan.memory.total_mib)
+    if card is not None:
+        yield (
+            f"the smallest card that trains it unchanged, at its leanest setting, is the {card.name} with "
+            f"{card.usable_mib:,} MiB for a process"
+        )
+
+
+def _in_the_hours(option: Option, hours: float) -> Iterator[str]:
+    if option.hours:
+        share = hours / option.hours
+        yield (
+            f"in {hours:g} h it gets {100 * share:.0f} % of the way: "
+            f"{option.plan.data.total_tokens * share / 1e9:.2f} B tokens, "
+            f"{int(option.plan.config.max_iters * share):,} steps"
+        )
+
+
+def with_reason(
+    option: Option, options: Sequence[Option], best: int | None, safest: int | None, hours: float | None
+) -> Option:
+    """The option with the sentence that says why to take it or leave it."""
+    return msgspec.structs.replace(option, reason=_reason(option, options, best, safest, hours))
+
+
+def _reason(
+    option: Option, options: Sequence[Option], best: int | None, safest: int | None, hours: float | None
+) -> str:
+    memory = option.plan.memory
+    if not option.fits:
+        return f"{-(memory.headroom_mib or 0.0):,.0f} MiB too many"
+    if memory.retries:
+        return "only just: it must give cached memory back, which costs time"
+    late = ", too long" if _late(option, hours) else ""
+    if best is not None and option is options[best]:
+        also = ", and the safest" if safest == best else ""
+        return f"best{also}{late}"
+    if safest is not None and option is options[safest]:
+        return f"safest: {memory.headroom_mib:,.0f} MiB free{late}"
+    if best is None or option.tokens_per_s is None or options[best].tokens_per_s is None:
+        return "fits"
+    if option.kind == "different":
+        return f"last resort{late}"
+    change = 100 * (option.tokens_per_s / (options[best].tokens_per_s or 1.0) - 1)
+    speed = "as fast" if abs(change) < 0.05 else f"{abs(change):.1f} % {'faster' if change > 0 else 'slower'}"
+    return f"{speed}{late}"

@@ -1,0 +1,133 @@
+"""`oomph fit` as a user runs it: what it prints, where, and its exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import oomph
+from oomph.cli import fit as command
+from oomph.errors import InputError
+from oomph.fitting import Fit
+from oomph.fitting.patch import LINES
+from oomph.report.fit_markdown import fit_to_markdown
+from oomph.report.fit_summary import summarise_fit
+from oomph.report.fit_terminal import print_fit
+
+ROOT = Path(__file__).parent.parent.parent
+COMMANDS = re.findall(r"^\$ oomph fit (.*)$", (ROOT / "docs" / "fit.md").read_text(), flags=re.MULTILINE)
+SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=128", "--block_size=128", "--vocab_size=512", "--batch_size=4"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = command.run(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+def test_the_report_keeps_to_the_width_and_opens_with_the_verdict(
+    run_d: Fit, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = io.StringIO()
+    print_fit(summarise_fit(run_d), out)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("✓ Yes, with a change")
+    assert max(map(len, lines)) <= columns
+    table = "\n".join(lines)
+    for figure in (
+        "tokens/s",
+        "hours",
+        "saved",
+        "8 × 64",
+        "4 × 128",
+        "2 × 256",
+        "9 layers",
+        "width 512",
+        "not compiled",
+    ):
+        assert figure in table
+    assert all(line in table for line in LINES)
+
+
+def test_markdown_has_every_option_with_its_effect(run_d: Fit) -> None:
+    text = fit_to_markdown(summarise_fit(run_d))
+    assert text.startswith("## ✅")
+    assert "effect on the training" in text
+    assert text.count("\n| ✓") + text.count("\n| ✗") + text.count("\n| ★") == len(run_d.options)
+
+
+def test_what_fits_exits_0_and_json_is_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SMALL, "--gpu", "RTX 4070", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["options"][result["best"]]["fits"] is True
+
+
+def test_what_fits_nowhere_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SMALL, "--n_embd=4096", "--gpu_mib=900", "--gpu_tflops=9", "--gpu_gbs=200")
+    assert code == 1
+    assert out.startswith("✗ No")
+
+
+def test_the_best_option_is_written_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "best.py"
+    code, _, err = run(capsys, *SMALL, "--gpu", "RTX 4070", "--write", str(target))
+    assert code == 0
+    assert "wrote" in err
+    assert oomph.plan(target, "RTX 4070").memory.fits
+
+
+def test_another_option_is_written_by_its_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "other.toml"
+    _, out, _ = run(capsys, *SMALL, "--gpu", "RTX 4070", "--json", "--write", str(target), "--option", "2")
+    wanted = json.loads(out)["options"][1]
+    assert oomph.plan(target, "RTX 4070").config.batch_size == wanted["batch_size"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--gpu", "all", "--largest"],
+        ["--gpu", "all", "--write", "x.py"],
+        ["--gpu", "4070", "--option", "1"],
+        ["--gpu", "4070", "--write", "x.py", "--option", "99"],
+        ["--gpu", "4070", "--hours", "-1"],
+        ["--gpu", "4070", "--tokens", "many"],
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(InputError):
+        command.run([*SMALL, *arguments])
+
+
+def test_tokens_are_understood_as_people_write_them() -> None:
+    assert command.amount("10B") == 10e9
+    assert command.amount("3.68b") == 3.68e9
+    assert command.amount("524288") == 524288
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_a_command_of_the_documentation_runs(
+    arguments: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, *shlex.split(arguments))
+    assert code == 0
+    assert out.startswith("✓")
+
+
+@pytest.mark.slow
+def test_which_cards_would_do_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SMALL, "--gpu", "all")
+    assert code == 0
+    assert "cards would do" in out
+    assert "GeForce RTX 4070" in out

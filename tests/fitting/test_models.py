@@ -1,0 +1,113 @@
+"""Models found rather than settings: the largest that fits, and a run from nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import oomph
+from oomph.fitting import fit, shapes
+from oomph.fitting.shapes import Shape
+
+HISTORY = {
+    "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 16,
+    "gradient_accumulation_steps": 32, "max_iters": 20000,
+}  # fmt: skip
+
+
+def test_the_gpt_2_family_lies_on_the_line_of_usual_depths() -> None:
+    assert [shapes.usual_depth(width) for width in (768, 1024, 1280)] == [12, 24, 36]
+
+
+@pytest.mark.parametrize(
+    ("width", "rate"), [(768, 6e-4), (1024, 3e-4), (1536, 2.5e-4), (2048, 2e-4), (4096, 1.2e-4), (9999, 1.2e-4)]
+)
+def test_learning_rates_are_gpt_3s_at_its_widths(width: int, rate: float) -> None:
+    assert shapes.learning_rate(Shape(24, width)) == rate
+
+
+@given(st.integers(1, 60), st.integers(2, 63))
+def test_a_wider_model_never_gets_a_higher_learning_rate(layers: int, heads: int) -> None:
+    narrow, wide = (shapes.learning_rate(Shape(layers, 64 * count)) for count in (heads, heads + 1))
+    if 64 * heads >= 768 or 64 * (heads + 1) < 768:
+        assert wide <= narrow
+    assert 1e-5 < wide < 3e-3
+
+
+@given(st.floats(1e6, 1e12), st.sampled_from([64, 256, 1024, 2048]))
+def test_a_batch_is_a_power_of_two_of_at_most_half_a_million_tokens(tokens: float, block: int) -> None:
+    sequences = shapes.batch_sequences(tokens, block)
+    assert sequences & (sequences - 1) == 0
+    assert sequences == 1 or sequences * block <= min(shapes.BATCH_TOKENS, tokens / shapes.FEWEST_STEPS)
+
+
+def test_a_ladder_grows_and_has_heads_of_64() -> None:
+    ladder = shapes.ladder(50304)
+    sizes = [shape.block_parameters + 50304 * shape.n_embd for shape in ladder]
+    assert sizes == sorted(sizes)
+    assert all(shape.n_embd == 64 * shape.n_head for shape in ladder)
+    assert {Shape(12, 768), Shape(24, 1024), Shape(36, 1280)} <= set(ladder)
+
+
+def test_the_largest_models_fit_and_one_step_more_does_not() -> None:
+    found = fit(HISTORY, "RTX 4070", largest=True, hours=60)
+    assert found.chosen is not None
+    for option in found.options:
+        assert option.fits
+        assert (option.hours or 0) <= 60
+        assert option.plan.config.n_embd == 64 * option.plan.config.n_head
+        assert option.sequences == 512
+    widest = next(option for option in found.options if option.name.startswith("the widest"))
+    wider = widest.plan.config.n_embd + 64
+    beyond = fit(HISTORY | {"n_embd": wider, "n_head": wider // 64}, "RTX 4070", hours=60)
+    fitting = [each for each in beyond.options if each.kind == "same" and each.fits and each.trainer == "nanogpt"]
+    assert all((each.hours or 0) > 60 for each in fitting if not each.patched)
+
+
+def test_from_nothing_a_model_is_proposed_that_fits_trains_in_time_and_has_its_tokens() -> None:
+    found = fit({"dataset_tokens": 3_680_000_000}, "RTX 4070", tokens=10e9, hours=20)
+    assert found.proposed
+    best = found.chosen
+    assert best is not None
+    assert best.fits
+    assert (best.hours or 0) <= 20
+    assert (best.hours or 0) > 14  # a model a good deal smaller would leave the card idle
+    assert best.plan.data.total_tokens == pytest.approx(10e9, rel=1e-3)
+    assert best.plan.data.tokens_per_param >= 20
+    assert best.plan.data.epochs == pytest.approx(2.717, abs=0.01)
+    assert any("Muennighoff" in sentence for sentence in found.why)
+    assert any("learning rate" in sentence for sentence in found.why)
+
+
+def test_with_hours_alone_the_tokens_are_twenty_a_parameter() -> None:
+    found = fit(None, "RTX 3090", hours=10)
+    assert found.chosen is not None
+    assert found.chosen.plan.data.tokens_per_param == pytest.approx(20, rel=0.01)
+    assert (found.chosen.hours or 0) <= 10
+
+
+def test_a_model_no_larger_than_its_tokens_are_worth_is_proposed() -> None:
+    found = fit(None, "A100 SXM4 80GB", tokens=4e8)
+    assert found.chosen is not None
+    assert found.chosen.plan.model.params_nanogpt <= 4e8 / 20
+
+
+def test_keys_that_were_said_are_kept_in_a_proposal() -> None:
+    found = fit({"block_size": 512, "learning_rate": 1e-3, "bias": True}, "RTX 4070", hours=5)
+    assert found.chosen is not None
+    config = found.chosen.plan.config
+    assert (config.block_size, config.learning_rate, config.bias) == (512, 1e-3, True)
+
+
+def test_an_hour_that_is_too_short_for_anything_is_a_no() -> None:
+    found = fit(None, "RTX 4070", tokens=1e12, hours=0.5)
+    assert found.best is None
+    assert found.verdict.startswith("No")
+
+
+def test_a_proposal_plans_the_same_on_its_own() -> None:
+    found = fit(None, "RTX 4070", hours=5)
+    assert found.chosen is not None
+    again = oomph.plan(found.chosen.plan.config, "RTX 4070")
+    assert again.memory.total_mib == found.chosen.plan.memory.total_mib

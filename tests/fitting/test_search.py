@@ -1,0 +1,146 @@
+"""The search: it misses nothing, proposes nothing that does not fit, and keeps the effective batch."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import oomph
+from oomph import config as configs
+from oomph import devices
+from oomph.config import TrainConfig
+from oomph.fitting import fit
+from oomph.fitting.estimate import Estimator
+from oomph.fitting.search import Searcher
+from oomph.fitting.space import batches, candidates, divisors, programs
+
+SMALL = {
+    "n_layer": 4, "n_head": 2, "n_embd": 128, "block_size": 512, "vocab_size": 8192, "batch_size": 3,
+    "gradient_accumulation_steps": 2, "max_iters": 100,
+}  # fmt: skip
+
+
+def card(mib: float) -> devices.Device:
+    return devices.custom("a small card", mib=mib, tflops=20.0, gbs=300.0, watts=None)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, object]:
+    heads = draw(st.integers(1, 3))
+    return {
+        "n_layer": draw(st.integers(1, 6)),
+        "n_head": heads,
+        "n_embd": heads * draw(st.sampled_from([32, 64])),
+        "block_size": draw(st.sampled_from([64, 256])),
+        "vocab_size": draw(st.sampled_from([65, 5000])),
+        "batch_size": draw(st.integers(1, 8)),
+        "gradient_accumulation_steps": draw(st.integers(1, 6)),
+        "dropout": draw(st.sampled_from([0.0, 0.1])),
+        "bias": draw(st.booleans()),
+        "trainer": draw(st.sampled_from(["nanogpt", "oomph"])),
+    }
+
+
+def enumerate_all(program_key: str, config: dict[str, object], device: devices.Device) -> float | None:
+    """The slow oracle: every candidate simulated in full, and the shortest step among those that fit."""
+    program = programs(configs.as_loaded(config), device)[program_key]
+    searcher = Searcher(device)
+    plans = [searcher.simulate(program.loaded, each) for each in candidates(program)]
+    fitting = [plan.time.step_ms for plan in plans if plan.time and plan.memory.fits and not plan.memory.retries]
+    return min(fitting, default=None)
+
+
+def fastest_ms(program_key: str, config: dict[str, object], device: devices.Device) -> float | None:
+    program = programs(configs.as_loaded(config), device)[program_key]
+    found = Searcher(device).fastest(program.loaded, candidates(program))
+    return found.time.step_ms if found and found.time else None
+
+
+@pytest.mark.parametrize(
+    "room", [0.5, pytest.param(0.7, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow)]
+)
+def test_the_search_finds_the_true_optimum_of_a_whole_grid(room: float) -> None:
+    roomy = oomph.plan(SMALL | {"trainer": "oomph"}, card(10**6)).memory
+    device = card(round(room * roomy.reserved_mib + roomy.context_mib) + 310)
+    assert fastest_ms("oomph", SMALL, device) == enumerate_all("oomph", SMALL, device)
+
+
+@given(runs(), st.floats(0.3, 1.5))
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_search_finds_the_true_optimum_of_any_nanogpt_grid(config: dict[str, object], room: float) -> None:
+    need = oomph.plan(config | {"trainer": "nanogpt"}, card(10**6)).memory
+    device = card(max(400, round(room * need.total_mib)))
+    for key in ("nanogpt", "patched"):
+        assert fastest_ms(key, config, device) == enumerate_all(key, config, device)
+
+
+@given(runs(), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_the_bound_is_never_above_what_the_simulation_allocates(config: dict[str, object], seed: int) -> None:
+    device = card(10**6)
+    program = programs(configs.as_loaded(config), device)["oomph"]
+    every = list(candidates(program))
+    chosen = every[seed % len(every)]
+    floor_mib = Estimator(device).floor_bytes(chosen) / 2**20
+    assert floor_mib <= oomph.plan(chosen, device).memory.allocated_mib + 1e-9
+
+
+@given(runs(), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_the_shallow_time_is_right_to_half_a_percent(config: dict[str, object], seed: int) -> None:
+    estimator = Estimator(card(10**6))
+    program = programs(configs.as_loaded(config), estimator.device)["oomph"]
+    every = list(candidates(program))
+    chosen = every[seed % len(every)]
+    assert estimator.step_s(chosen) * 0.995 <= estimator.exact(chosen).step_s
+
+
+@given(runs(), st.integers(450, 3000))
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_nothing_proposed_exceeds_the_card_and_the_batch_is_kept_to_the_sequence(
+    config: dict[str, object], mib: int
+) -> None:
+    device = card(mib)
+    found = fit(config, device)
+    asked = int(str(config["batch_size"])) * int(str(config["gradient_accumulation_steps"]))
+    for option in found.options:
+        again = oomph.plan(option.plan.config, device).memory
+        assert option.fits == again.fits
+        assert not option.fits or again.total_mib <= device.usable_mib
+        assert option.kind == "different" or option.sequences == asked
+    for place in (found.best, found.safest):
+        assert place is None or found.options[place].fits
+
+
+@given(st.integers(1, 5000))
+def test_divisors_are_all_of_them(number: int) -> None:
+    assert divisors(number) == [n for n in range(number, 0, -1) if number % n == 0]
+
+
+def test_every_divisor_of_the_batch_is_a_candidate_and_each_device_gets_whole_micro_steps() -> None:
+    config = TrainConfig(batch_size=12, gradient_accumulation_steps=40)
+    assert {size for size, _ in batches(config)} == set(divisors(480))
+    shared = TrainConfig(batch_size=12, gradient_accumulation_steps=40, world_size=8)
+    assert all(steps % 8 == 0 and size * steps == 480 for size, steps in batches(shared))
+    assert len(batches(shared)) == len(divisors(60))
+
+
+def test_more_than_two_thousand_candidates_are_weighed_for_a_gpt_2() -> None:
+    program = programs(configs.load(["gpt2"], [("batch_size", "16", "here")]), devices.find("RTX 4070"))
+    assert sum(1 for each in program.values() for _ in islice(candidates(each), 10**5)) >= 2000
+
+
+def test_a_card_without_rates_is_still_searched() -> None:
+    unknown = devices.custom("mystery card", mib=700, tflops=None, gbs=None, watts=None)
+    found = fit(SMALL, unknown)
+    assert found.chosen is not None
+    assert found.chosen.tokens_per_s is None
+
+
+def test_torch_compile_is_not_proposed_where_the_card_cannot_run_it() -> None:
+    old = devices.find("GTX 1080 Ti")
+    found = programs(configs.load(["gpt2"]), old)
+    assert all(program.compile == (False,) for program in found.values())

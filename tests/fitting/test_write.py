@@ -1,0 +1,185 @@
+"""`--write`: the user's own file with just the changed lines changed, and it runs as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import oomph
+from oomph.errors import InputError
+from oomph.fitting import Fit, comments, fit
+from oomph.fitting.edit import set_key
+from oomph.fitting.write import write_config
+
+OLD = {"batch_size": 16, "gradient_accumulation_steps": 32, "block_size": 1024}
+NEW = OLD | {"batch_size": 8, "gradient_accumulation_steps": 64}
+TRAIN_GPT2 = """\
+# these make the total batch size be ~0.5M
+# 24 batch size * 1024 block size * 5 gradaccum * 4 GPUs = 491,520
+batch_size = 24
+block_size = 1024
+gradient_accumulation_steps = 5 * 4
+
+n_embd=256 # narrow
+n_head = 4
+n_layer = 2
+"""
+
+
+def changed_lines(before: str, after: str) -> list[tuple[str, str]]:
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    return [(old, new) for old, new in pairs if old != new]
+
+
+def test_only_the_changed_lines_of_the_users_file_change_and_its_comment_is_made_true(
+    run_d: Fit, example: Path, tmp_path: Path
+) -> None:
+    option = next(each for each in run_d.options if each.name == "half the micro-batch")
+    target = tmp_path / "fits.py"
+    write_config(target, run_d, option)
+    assert changed_lines(example.read_text(), target.read_text()) == [
+        (
+            "batch_size = 16                  # sequences to one micro-step",
+            "batch_size = 8                   # sequences to one micro-step",
+        ),
+        ("gradient_accumulation_steps = 32", "gradient_accumulation_steps = 64"),
+        (
+            "block_size = 1024                # 16 * 32 * 1024 = 524,288 tokens to one optimizer step",
+            "block_size = 1024                # 8 * 64 * 1024 = 524,288 tokens to one optimizer step",
+        ),
+    ]
+    assert len(target.read_text().splitlines()) == len(example.read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", ["option.py", "option.toml"])
+def test_every_option_is_read_back_as_it_was_planned(run_d: Fit, tmp_path: Path, name: str) -> None:
+    target = tmp_path / name
+    for option in run_d.options:
+        write_config(target, run_d, option)
+        again = oomph.plan(target, "RTX 4070")
+        assert again.config == option.plan.config
+        assert again.memory.total_mib == option.plan.memory.total_mib
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_toml_file_keeps_its_comments_and_its_order(tmp_path: Path) -> None:
+    source = tmp_path / "run.toml"
+    source.write_text(
+        'dataset = "a # b"  # not a comment before this one\n'
+        "batch_size = 64  # 64 * 8 = 512 sequences\n"
+        "gradient_accumulation_steps = 8\n"
+        "n_layer = 2\nn_head = 4\nn_embd = 256\n"
+    )
+    found = fit(source, "RTX 4070")
+    option = next(each for each in found.options if each.name == "an eighth of the micro-batch")
+    write_config(source, found, option)
+    assert source.read_text().splitlines()[:3] == [
+        'dataset = "a # b"  # not a comment before this one',
+        "batch_size = 8   # 8 * 64 = 512 sequences",
+        "gradient_accumulation_steps = 64",
+    ]
+    assert oomph.plan(source, "RTX 4070").config == option.plan.config
+
+
+def test_a_product_over_devices_stays_one_in_the_value_and_in_the_comment(tmp_path: Path) -> None:
+    source = tmp_path / "train_gpt2.py"
+    source.write_text(TRAIN_GPT2)
+    found = fit(source, "RTX 4070")
+    option = next(each for each in found.options if each.name == "half the micro-batch")
+    write_config(tmp_path / "new.py", found, option)
+    lines = (tmp_path / "new.py").read_text().splitlines()
+    assert lines[1] == "# 12 batch size * 1024 block size * 10 gradaccum * 4 GPUs = 491,520"
+    assert lines[2] == "batch_size = 12"
+    assert lines[4] == "gradient_accumulation_steps = 10 * 4"
+
+
+def test_a_value_that_follows_from_another_is_left_to_follow(tmp_path: Path) -> None:
+    source = tmp_path / "derived.py"
+    source.write_text(
+        "batch_size = 64\ngradient_accumulation_steps = 512 // batch_size\nn_embd = 256\nn_head = 4\nn_layer = 2\n"
+    )
+    found = fit(source, "RTX 4070")
+    option = next(each for each in found.options if each.name == "an eighth of the micro-batch")
+    write_config(tmp_path / "new.py", found, option)
+    assert (tmp_path / "new.py").read_text() == source.read_text().replace("64", "8")
+
+
+def test_keys_given_on_the_command_line_and_in_presets_are_written_too(tmp_path: Path) -> None:
+    said = {"n_layer": "2", "batch_size": "32", "dropout": "0.1"}
+    loaded = oomph.load_config(["gpt2-medium"], [(key, value, f"--{key}={value}") for key, value in said.items()])
+    found = fit(loaded, "RTX 4070")
+    assert found.chosen is not None
+    for name in ("run.py", "run.toml"):
+        write_config(tmp_path / name, found, found.chosen)
+        again = oomph.plan(tmp_path / name, "RTX 4070").config
+        assert again == found.chosen.plan.config
+        assert (again.n_layer, again.n_embd, again.dropout) == (2, 1024, 0.1)
+
+
+def test_a_key_set_in_a_branch_is_set_again_at_the_end(tmp_path: Path) -> None:
+    source = tmp_path / "branch.py"
+    shape = "n_embd = 256\nn_head = 4\nn_layer = 2\ngradient_accumulation_steps = 2\n"
+    source.write_text(f"{shape}if n_embd > 128:\n    batch_size = 32\n")
+    found = fit(source, "RTX 4070")
+    option = next(each for each in found.options if each.name == "half the micro-batch")
+    write_config(tmp_path / "new.py", found, option)
+    text = (tmp_path / "new.py").read_text()
+    assert "if n_embd > 128:\n    batch_size = 32\n" in text
+    assert text.splitlines()[-1].startswith("batch_size = 16")
+    assert oomph.plan(tmp_path / "new.py", "RTX 4070").config == option.plan.config
+
+
+def test_a_proposal_is_written_with_its_reasons(tmp_path: Path) -> None:
+    found = fit({"dataset_tokens": 10**9}, "RTX 4070", hours=3)
+    assert found.chosen is not None
+    write_config(tmp_path / "new.py", found, found.chosen)
+    text = (tmp_path / "new.py").read_text()
+    assert "Chinchilla" in text
+    assert oomph.plan(tmp_path / "new.py", "RTX 4070").config == found.chosen.plan.config
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config", "missing/config.py"])
+def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(run_d: Fit, tmp_path: Path, name: str) -> None:
+    assert run_d.chosen is not None
+    with pytest.raises(InputError):
+        write_config(tmp_path / name, run_d, run_d.chosen)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("comment", "corrected"),
+    [
+        ("# 16 * 32 * 1024 = 524,288 tokens", "# 8 * 64 * 1024 = 524,288 tokens"),
+        ("# 16×32×1024 = 524288", "# 8×64×1024 = 524288"),
+        ("# 16 x 32 = 512 sequences", "# 8 x 64 = 512 sequences"),
+        ("# 16 sequences * 32 micro-steps = 512", "# 8 sequences * 64 micro-steps = 512"),
+        ("# 32 accumulation * 16 batch = 512", "# 64 accumulation * 8 batch = 512"),
+        ("# 16 * 32 = 500, roughly", "# 16 * 32 = 500, roughly"),
+        ("# 3 * 7 = 21", "# 3 * 7 = 21"),
+        ("# see page 16", "# see page 16"),
+    ],
+)
+def test_a_comment_that_states_the_old_product_states_the_new_one(comment: str, corrected: str) -> None:
+    assert comments.correct(comment, OLD, NEW) == corrected
+
+
+def test_a_product_that_becomes_another_number_gets_it() -> None:
+    assert comments.correct("# 16 * 32 * 1024 = 524_288", OLD, OLD | {"batch_size": 8}) == "# 8 * 32 * 1024 = 262_144"
+
+
+@given(st.text(max_size=200))
+def test_a_comment_is_never_changed_where_no_value_changes(comment: str) -> None:
+    assert comments.correct(comment, OLD, OLD) == comment
+
+
+@given(st.integers(1, 10**6), st.booleans(), st.sampled_from(["", "  # why", "    # é × ü"]))
+def test_a_value_is_set_where_it_stands_and_the_rest_is_kept(value: int, toml: bool, comment: str) -> None:
+    text = f"# first é\nbatch_size = 12{comment}\nn_layer = 3\n"
+    lines = set_key(text, toml, "batch_size", value).splitlines()
+    assert lines[0] == "# first é"
+    assert lines[1].startswith(f"batch_size = {value}")
+    assert lines[1].endswith(comment.strip())
+    assert lines[2] == "n_layer = 3"
