@@ -4,7 +4,7 @@
     plan = oomph.plan("gpt2", "RTX 4070")
     plan.memory.fits, plan.time.hours
 
-Nothing here imports torch.
+Only `trace`, which takes a PyTorch model, imports torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from oomph.fitting import fit as fit
     from oomph.planner import Plan as Plan
     from oomph.planner import plan as plan
+    from oomph.step.trace import trace as trace
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _HOMES = {
     "find_gpu": ("oomph.devices", "find"),
     "load_config": ("oomph.config", "load"),
     "plan": ("oomph.planner", "plan"),
+    "trace": ("oomph.step.trace", "trace"),  # imports torch
 }
 __all__ = [
     "Device",

@@ -293,6 +293,8 @@ def _remarks(loaded: LoadedConfig) -> list[str]:
     config, remarks = loaded.config, []
     if config.eval_only:
         remarks.append("eval_only is set: the run evaluates once and leaves, so memory and hours are those of that")
+    if config.compile and config.attention == "math":
+        remarks.append("Compiled steps are planned with fused attention; attention = 'math' counts in eager ones alone")
     if config.world_size > 1:
         remarks.append("Memory is one device's. The time that devices spend exchanging gradients is not in the step's")
     if loaded.said("dataset") and not loaded.said("vocab_size") and config.dataset_tokens is None:

@@ -7,8 +7,7 @@ Only what inductor would write to memory is a buffer.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,22 +18,25 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from oomph.config.schema import NEWEST_TORCH, TrainConfig
+from oomph.errors import InputError, Problem
 from oomph.step.compiled_capture import capture
 from oomph.step.compiled_gpt_backward import DONATED_FROM, ONE_HOT_BEFORE
 from oomph.step.compiled_inductor import plan, report_strides
 from oomph.step.compiled_lines import GraphOps, Reader
 from oomph.step.compiled_loop import Loop, Programs
+from oomph.step.fakes import DTYPES, Model, convert, on_fakes
 from oomph.step.gpt_eager_optimizer import Optimizer
 from oomph.step.gpt_eager_run import Run, Sizes
 from oomph.step.ops import Buffer, Kind, Phase, Step
 from oomph.step.params import Parameter
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-Model = nn.Module | Callable[[], nn.Module]
+def compiled(model: Model, inputs: Sequence[torch.Tensor], *, first: bool = False, **options: Any) -> Step:
+    """One optimizer step and one evaluation: `compiled_run`'s first step, or a later one."""
+    return compiled_run(model, inputs, **options)[0 if first else 1]
 
 
-def compiled(
+def compiled_run(
     model: Model,
     inputs: Sequence[torch.Tensor],
     *,
@@ -46,35 +48,38 @@ def compiled(
     accumulation: int = 3,
     grad_clip: float = 1.0,
     keep_output: bool = True,
-    first: bool = False,
     evaluation: bool = True,
     eval_iters: int = 200,
     torch_version: str = NEWEST_TORCH,
     workspace_bytes: Sequence[int] = (),
-) -> Step:
-    """One optimizer step and one evaluation of `torch.compile(model)(*inputs)`.
+) -> tuple[Step, Step]:
+    """The first and a later optimizer step of `torch.compile(model)(*inputs)`, each with one evaluation.
 
     `model` is a module, or a function that builds one, which is then called on fake tensors. Its loss is the first
     scalar it returns; everything else it returns counts as returned to the caller, who holds it if `keep_output`.
-    With `cuda` the plan is a card's, on any machine; without, this CPU's. `first` is a run's first step. Without
-    `evaluation` there is none, and a third less to plan.
+    With `cuda` the plan is a card's, on any machine; without, this CPU's. Without `evaluation` there is none, and a
+    third less to plan.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
-        built = _on_fakes(model, fake_mode)
+        built = on_fakes(model, fake_mode)
         batch = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
         if not autocast:
-            _convert(built, _DTYPES[dtype])
-    half = _DTYPES[dtype] if autocast and dtype != "float32" else None
+            convert(built, DTYPES[dtype])
+    half = DTYPES[dtype] if autocast and dtype != "float32" else None
     made = _Maker(built, batch, half, cuda, fake_mode, torch_version).programs(evaluation)
     found = [(n, p) for n, p in built.named_parameters() if p.requires_grad]
     config = TrainConfig(
         dtype=dtype, autocast=autocast, optimizer=optimizer, optimizer_loop=optimizer_loop, grad_clip=grad_clip
     )
     parameters = [Buffer(n, p.numel() * p.element_size(), Kind.PARAMETERS) for n, p in _state(built).items()]
-    updater = _ModelOptimizer(config, cuda, [Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in found])
-    loop = Loop(made, accumulation, 2 * eval_iters, keep_output)
-    return loop.step(updater, parameters, first, workspace_bytes)
+    everything = [Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in found]
+
+    def step(first: bool) -> Step:
+        loop = Loop(made, accumulation, 2 * eval_iters, keep_output)
+        return loop.step(_ModelOptimizer(config, cuda, everything), parameters, first, workspace_bytes)
+
+    return step(first=True), step(first=False)
 
 
 class _ModelOptimizer(Optimizer):
@@ -91,28 +96,6 @@ class _ModelOptimizer(Optimizer):
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, then buffers: the order in which the graphs take them."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def _on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
-    """The model on fake tensors: built there, or copied there without its memory."""
-    if not isinstance(model, nn.Module):
-        return model()
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        fake = mode.from_tensor(tensor)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    return copy.deepcopy(model, memo)
-
-
-def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating parameter in another dtype, shared ones still shared. Module.to cannot swap fake tensors."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                module._parameters[name] = made[parameter]
 
 
 class _Maker:
@@ -228,5 +211,5 @@ class _Maker:
 
 def _present(buffer: Buffer | None) -> Buffer:
     if buffer is None:
-        raise ValueError("the model returned no loss: a scalar that depends on its parameters")
+        raise InputError(Problem("model", "it returns no loss", allowed="a scalar that depends on its parameters"))
     return buffer

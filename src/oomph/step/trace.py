@@ -8,7 +8,6 @@ rules and kernels, on any machine; without, the CPU's. `fake=False` runs it for 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,18 +16,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from oomph.step.fakes import DTYPES, Model, convert, on_fakes
 from oomph.step.ops import Kind, Phase, Section, Step
 from oomph.step.trace_optimizer import Updater
 from oomph.step.trace_record import Recorder
 from oomph.step.trace_rules import rules
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 LossOf = Callable[[Any, tuple[torch.Tensor, ...]], torch.Tensor]
 
 
 def trace(
-    model: nn.Module | Callable[[], nn.Module],
+    model: Model,
     inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
     *,
     loss: LossOf | None = None,
@@ -55,12 +53,12 @@ def trace(
     with mode:
         built = _prepare(model, mode if isinstance(mode, FakeTensorMode) else None)
         if not autocast:
-            _convert(built, _DTYPES[dtype])
+            convert(built, DTYPES[dtype])
         names = tuple(inputs) if isinstance(inputs, Mapping) else ()
         given = inputs.values() if isinstance(inputs, Mapping) else inputs
         batch = tuple(torch.zeros_like(tensor) if fake else tensor for tensor in given)
         program = _Program(built, batch, names, recorder, loss or loss_of, keep_output, accumulation)
-        program.autocast_dtype = _DTYPES[dtype] if autocast and dtype != "float32" else None
+        program.autocast_dtype = DTYPES[dtype] if autocast and dtype != "float32" else None
         program.updater = Updater(built, optimizer, optimizer_loop, grad_clip, cuda, program.autocast_dtype)
         del batch
         kernel = sdpa_kernel(SDPBackend.MATH) if attention == "math" else contextlib.nullcontext()
@@ -80,29 +78,11 @@ def loss_of(result: Any, _batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return last
 
 
-def _prepare(model: nn.Module | Callable[[], nn.Module], mode: FakeTensorMode | None) -> nn.Module:
-    """The model on fake tensors, built there or copied there without copying its memory."""
-    if not isinstance(model, nn.Module):
-        return model()
-    if mode is None:
-        return model
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        converted = mode.from_tensor(tensor)
-        memo[id(tensor)] = (
-            nn.Parameter(converted, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else converted
-        )
-    return copy.deepcopy(model, memo)
-
-
-def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every parameter in another precision, shared ones still shared. Module.to cannot swap fake tensors."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in list(module.named_parameters(recurse=False)):
-            if id(old) not in made:
-                made[id(old)] = nn.Parameter(old.detach().to(dtype), old.requires_grad)
-            setattr(module, name, made[id(old)])
+def _prepare(model: Model, mode: FakeTensorMode | None) -> nn.Module:
+    """The model on fake tensors, or, for a real run, as it is."""
+    if mode is not None:
+        return on_fakes(model, mode)
+    return model if isinstance(model, nn.Module) else model()
 
 
 @contextlib.contextmanager

@@ -42,19 +42,19 @@ def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: t
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build()
             parameters = tuple(Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in model.named_parameters())
-        first, later = (_step(spec, build, inputs, config, cuda, capability, first) for first in (True, False))
-    return Traced(parameters, (first, later))
+        steps = _steps(spec, build, inputs, config, cuda, capability)
+    return Traced(parameters, steps)
 
 
-def _step(
+def _steps(
     spec: str,
     build: Callable[[], nn.Module],
     inputs: tuple[torch.Tensor, ...],
     config: TrainConfig,
     cuda: bool,
     capability: tuple[int, int] | None,
-    first: bool,
-) -> Step:
+) -> tuple[Step, Step]:
+    """The first and a later step."""
     options: dict[str, Any] = {
         "dtype": config.dtype,
         "autocast": config.autocast,
@@ -63,19 +63,20 @@ def _step(
         "optimizer_loop": config.optimizer_loop,
         "accumulation": config.gradient_accumulation_steps // config.world_size,
         "grad_clip": config.grad_clip,
-        "first": first,
     }
     workspace_bytes = workspaces(capability) if cuda else ()
     try:
         if config.compile:
-            from oomph.step.compiled import compiled
+            from oomph.step.compiled import compiled_run
 
-            return compiled(
+            return compiled_run(
                 build, inputs, torch_version=config.torch_version, workspace_bytes=workspace_bytes, **options
             )
         from oomph.step.trace import trace
 
-        step = trace(build, inputs, attention=config.attention, **options)
+        first, later = (
+            trace(build, inputs, attention=config.attention, first=first, **options) for first in (True, False)
+        )
     except InputError:
         raise
     except Exception as error:
@@ -83,7 +84,7 @@ def _step(
         problem = Problem(spec, f"the model cannot be traced {how}: {type(error).__name__}: {error}")
         raise InputError(problem) from error
     held = tuple(Buffer("cublas", size, Kind.WORKSPACE) for size in workspace_bytes)
-    return Step(step.resident + held, step.sections)
+    return Step(first.resident + held, first.sections), Step(later.resident + held, later.sections)
 
 
 def _builder(spec: str, config: TrainConfig) -> tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]:
