@@ -60,10 +60,11 @@ def main() -> None:
 
     import oomph
 
-    loaded = oomph.load_config([str(ROOT / example)])
     card = oomph.find_gpu("RTX 4070")
-    oomph.plan(loaded, card)
-    report("oomph.plan(config, device)", 20.0, [call_ms(lambda: oomph.plan(loaded, card)) for _ in range(runs)])
+    configs = [oomph.load_config(str(ROOT / example), [("batch_size", str(n), "")]) for n in range(1, runs + 2)]
+    oomph.plan(configs[0], card)
+    samples = [call_ms(lambda config=config: oomph.plan(config, card)) for config in configs[1:]]  # each a new config
+    report("oomph.plan(config, device)", 20.0, samples)
     print("torch imported:", "torch" in sys.modules)
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "fit",
     "load_config",
     "plan",
+    "trace",
 ]
 
 

@@ -6,12 +6,14 @@ micro-step takes as long as the slower of the two. Each figure comes with a best
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import msgspec
 
 from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict.kernels import BEST, LIKELY, WORST, Assumptions, Program, op_seconds
-from oomph.step.ops import Kernel, Phase, Step
+from oomph.step.ops import Kernel, Op, Phase, Step
 
 PADDING_SINCE = (2, 2)  # inductor pads matrix products whose extents are not aligned (its shape_padding)
 
@@ -21,6 +23,14 @@ class Seconds(msgspec.Struct, frozen=True):
 
     step_s: float
     eval_batch_s: float
+
+
+class _Work(NamedTuple):
+    """A section's operations, each kind once with how often it occurs."""
+
+    times: int
+    evaluates: bool
+    ops: list[tuple[Op, int]]
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -40,7 +50,8 @@ def predict_times(step: Step, config: TrainConfig, device: Device) -> Times | No
         efficient=config.attention == "efficient",
         pads=config.compile and torch_release(config.torch_version) >= PADDING_SINCE,
     )
-    return Times(*(_run(step, config.compile, device, program, assume) for assume in (BEST, LIKELY, WORST)))
+    works = _works(step)
+    return Times(*(_run(works, config.compile, device, program, assume) for assume in (BEST, LIKELY, WORST)))
 
 
 def torch_release(version: str) -> tuple[int, int]:
@@ -49,22 +60,39 @@ def torch_release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _run(step: Step, compiled: bool, device: Device, program: Program, assume: Assumptions) -> Seconds:
-    host_s = 0.0 if device.kind == "cpu" else assume.compiled_host_s if compiled else assume.eager_host_s
-    known: dict[tuple[object, ...], float] = {}  # a model's blocks repeat: few operations are really different
-    step_s = eval_s = 0.0
+def _works(step: Step) -> list[_Work]:
+    """The step's operations by kind: a model's blocks repeat, so that few of them are really different."""
+    works = []
     for section in step.sections:
-        device_s, kernels = 0.0, 0
+        counts: dict[tuple[object, ...], list[Any]] = {}
         for op in section.ops:
+            key = (op.kernel, op.phase, op.shape, op.dtype, op.flops, op.bytes_moved)
+            found = counts.get(key)
+            if found is None:
+                counts[key] = [op, 1]
+            else:
+                found[1] += 1
+        evaluates = bool(section.ops) and section.ops[0].phase is Phase.EVAL
+        works.append(_Work(section.times, evaluates, [(op, count) for op, count in counts.values()]))
+    return works
+
+
+def _run(works: list[_Work], compiled: bool, device: Device, program: Program, assume: Assumptions) -> Seconds:
+    host_s = 0.0 if device.kind == "cpu" else assume.compiled_host_s if compiled else assume.eager_host_s
+    known: dict[tuple[object, ...], float] = {}
+    step_s = eval_s = 0.0
+    for work in works:
+        device_s, kernels = 0.0, 0
+        for op, count in work.ops:
             key = (op.kernel, op.phase, op.shape, op.dtype, op.flops, op.bytes_moved)
             seconds = known.get(key)
             if seconds is None:
                 seconds = known[key] = op_seconds(op, device, program, assume)
-            device_s += seconds
-            kernels += op.kernel is not Kernel.NONE
+            device_s += count * seconds
+            kernels += count * (op.kernel is not Kernel.NONE)
         seconds = max(device_s, host_s * kernels)
-        if section.ops and section.ops[0].phase is Phase.EVAL:
+        if work.evaluates:
             eval_s = seconds  # the last of them: a later batch, not the first
         else:
-            step_s += section.times * seconds
+            step_s += work.times * seconds
     return Seconds(step_s, eval_s)

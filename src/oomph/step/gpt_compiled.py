@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from msgspec.structs import replace
+
 from oomph.config.schema import TrainConfig
 from oomph.step.compiled_gpt import Sizes
 from oomph.step.compiled_gpt_backward import Backward
@@ -24,12 +28,15 @@ def build(config: TrainConfig, cuda: bool = True, first: bool = False, workspace
     sizes = Sizes(config, cuda)
     parameters = [Buffer(p.name, p.numel * sizes.weight, Kind.PARAMETERS, p.block) for p in optimizer.everything]
     micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
-    loop = Loop(programs(config, sizes), micro_steps, 2 * config.eval_iters)
+    pattern = programs(replace(config, gradient_accumulation_steps=1, world_size=1), cuda)
+    loop = Loop(pattern, micro_steps, 2 * config.eval_iters)
     return loop.step(optimizer, parameters, first, workspace_bytes)
 
 
-def programs(config: TrainConfig, sizes: Sizes) -> Programs:
+@lru_cache(maxsize=16)  # a plan asks twice, for the first step and a later one; a search, for many accumulations
+def programs(config: TrainConfig, cuda: bool) -> Programs:
     """What inductor generates for the model."""
+    sizes = Sizes(config, cuda)
     batch = tuple([Buffer(f"batch.{part}", 8 * sizes.rows, Kind.INPUTS) for part in "xy"])
     forward = Generated(Phase.FORWARD, sizes.dtype)
     returns_logits = bool(config.return_logits)

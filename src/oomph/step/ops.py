@@ -50,7 +50,7 @@ class Kernel(StrEnum):
     NONE = "none"  # no device work: views, the caller letting go of a tensor
 
 
-class Buffer(msgspec.Struct, frozen=True, eq=False):
+class Buffer(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One allocation. Identity is what counts: two buffers with equal fields are two buffers."""
 
     name: str  # "h.3.mlp.gelu": the module and the tensor
@@ -59,7 +59,7 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
     block: int | None = None  # the transformer block it belongs to
 
 
-class Op(msgspec.Struct, frozen=True, eq=False):
+class Op(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One operation: its allocations happen first, then it runs, then its frees.
 
     A buffer in both `allocates` and `frees` is a temporary that lives only while the operation runs.
