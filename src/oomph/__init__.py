@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from oomph.fitting import fit as fit
     from oomph.planner import Plan as Plan
     from oomph.planner import plan as plan
+    from oomph.runs.compare import compare as compare
+    from oomph.runs.explain import explain as explain
     from oomph.step.trace import trace as trace
 
 __version__ = "0.1.0"
@@ -34,6 +36,8 @@ _HOMES = {
     "Plan": ("oomph.planner", "Plan"),
     "TrainConfig": ("oomph.config", "TrainConfig"),
     "fit": ("oomph.fitting", "fit"),
+    "compare": ("oomph.runs.compare", "compare"),
+    "explain": ("oomph.runs.explain", "explain"),
     "find_gpu": ("oomph.devices", "find"),
     "load_config": ("oomph.config", "load"),
     "plan": ("oomph.planner", "plan"),
@@ -46,6 +50,8 @@ __all__ = [
     "Plan",
     "TrainConfig",
     "__version__",
+    "compare",
+    "explain",
     "find_gpu",
     "fit",
     "load_config",

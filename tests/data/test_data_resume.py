@@ -160,11 +160,14 @@ def test_a_broken_line_stops_the_work_and_skipping_it_goes_on(tmp_path: Path, do
 def test_a_worker_that_dies_is_said_and_nothing_is_lost(
     tmp_path: Path, documents: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = str(write_jsonl(tmp_path / "a.jsonl", documents))
+    source = str(
+        write_jsonl(tmp_path / "a.jsonl", documents * 12)
+    )  # so much that work is left when the first is killed
     real = task._append
 
     def append(*arguments: Any) -> bool:
-        multiprocessing.active_children()[0].kill()
+        for worker in multiprocessing.active_children()[:1]:
+            worker.kill()
         return real(*arguments)
 
     with monkeypatch.context() as patch:

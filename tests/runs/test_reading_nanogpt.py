@@ -107,7 +107,12 @@ def test_powershell_writes_utf_16(tmp_path) -> None:  # type: ignore[no-untyped-
     log = tmp_path / "train.log"
     log.write_text(simulate.run_b(), encoding="utf-16")
     assert read(log).steps.count == 1010
-    assert read(log).name == "train"
+
+
+def test_a_run_is_named_by_its_file_or_by_its_folder_where_the_file_says_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for name, called in (("wide.log", "wide"), ("train.log", tmp_path.name)):
+        (tmp_path / name).write_text(simulate.run_c())
+        assert read(tmp_path / name).name == called
 
 
 def test_a_log_cut_anywhere_is_read_up_to_the_cut() -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import msgspec
 
 from oomph.errors import InputError, Problem
+from oomph.planner import Plan
 from oomph.runs import losses
+from oomph.runs.case import Case, predict
 from oomph.runs.forecast import Forecast
 from oomph.runs.losses import Losses
 from oomph.runs.measured import Measured, measure
 from oomph.runs.model import Run
+from oomph.runs.reader import Override, Readable, read
 from oomph.runs.verdicts import Verdict, expected_end, verdicts
 
 # Keys that say where a run was kept, not what it was.
@@ -32,6 +35,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome. `to_dict` is the JSON contract."""
 
     measured: list[Measured]
+    plans: list[Plan | None]  # each run's prediction, where its log tells enough
     runs: list[str]
     differences: dict[str, list[Any]]
     metrics: dict[str, Metric]
@@ -55,22 +59,31 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def compare(runs: Sequence[Run], gpu: str | None = None) -> Comparison:
-    """The runs side by side. `gpu` names the card of runs whose logs do not. Raises `InputError` for fewer than two."""
+def compare(
+    runs: Sequence[Run | Readable], gpu: str | None = None, *, overrides: Sequence[Override] = ()
+) -> Comparison:
+    """The runs side by side.
+
+    A run is a `Run`, a log or a run's folder. `gpu` names the card of runs whose logs do not; `overrides` are settings
+    of all of them. Raises `InputError`, for fewer than two runs too.
+    """
     if len(runs) < 2:
         raise InputError(Problem("compare", "too few runs", found=str(len(runs)), allowed="at least two"))
-    measured = [_measure(run, gpu) for run in _named_apart(runs)]
+    read_runs = [run if isinstance(run, Run) else read(run, overrides=overrides) for run in runs]
+    measured = [_measure(run, gpu) for run in _named_apart(read_runs)]
+    plans = [predict(run) for run in measured]
     kind = losses.kind_for(measured)
     same = [losses.at_axis(measured, at, kind) for at in losses.AXES]
     return Comparison(
         measured=measured,
+        plans=plans,
         runs=[run.name for run in measured],
         differences=_differences(measured),
-        metrics=_metrics(measured),
+        metrics=_metrics(measured, plans),
         losses=same,
         verdicts=verdicts(measured, same),
         not_comparable=_not_comparable(measured, kind),
-        notes=_notes(measured),
+        notes=[*_notes(measured), *_micro_batches(measured, plans)],
         forecasts={run.name: found for run in measured if (found := expected_end(run)) is not None},
     )
 
@@ -102,9 +115,12 @@ def _differences(runs: Sequence[Measured]) -> dict[str, list[Any]]:
     return found
 
 
-def _metrics(runs: Sequence[Measured]) -> dict[str, Metric]:
+def _metrics(runs: Sequence[Measured], plans: Sequence[Plan | None]) -> dict[str, Metric]:
     def of(unit: str, figure: Callable[[Measured], float | None]) -> Metric:
         return Metric(unit, [figure(run) for run in runs])
+
+    def predicted(unit: str, figure: Callable[[Plan], float | None]) -> Metric:
+        return Metric(unit, [None if plan is None else figure(plan) for plan in plans])
 
     metrics = {
         "params": of("", lambda run: run.params),
@@ -113,9 +129,11 @@ def _metrics(runs: Sequence[Measured]) -> dict[str, Metric]:
         "tokens_per_s": of("tokens/s", lambda run: run.tokens_per_s),
         "flops_per_token": of("FLOP", lambda run: run.flops_per_token),
         "tflops": of("TFLOPS", lambda run: run.tflops),
-        "mfu_nanogpt": of("of 312 TFLOPS", lambda run: run.mfu_nanogpt),
+        "mfu_nanogpt": of("of 312 TFLOPS", lambda run: run.mfu_nanogpt if run.run.program == "nanogpt" else None),
         "mfu": of("of the card's peak", lambda run: run.mfu),
         "memory_mib": of("MiB", lambda run: (run.memory_mib() or (None,))[0]),
+        "predicted_memory_mib": predicted("MiB", lambda plan: plan.memory.total_mib),
+        "predicted_step_ms": predicted("ms", lambda plan: plan.time.step_ms if plan.time else None),
         "steps": of("steps", lambda run: run.run.last_step),
         "tokens": of("tokens", _tokens),
         "train_hours": of("h", lambda run: _reached(run, "hours")),
@@ -189,4 +207,31 @@ def _notes(runs: Sequence[Measured]) -> list[str]:
         )
     notes += [f"{run.name}: {note}" for run in runs for note in (*run.run.notes, *run.inference.notes)]
     notes += [f"{run.name}: {text}" for run in runs for text in run.inference.contradictions]
+    return notes
+
+
+def _micro_batches(runs: Sequence[Measured], plans: Sequence[Plan | None]) -> list[str]:
+    """Where micro-batches differ: what each run would do with the first one's, so that nobody has to guess."""
+    notes = []
+    first = plans[0]
+    for run, plan in zip(runs[1:], plans[1:], strict=True):
+        if first is None or plan is None or plan.time is None or plan.time.mfu is None:
+            continue
+        size, tokens = first.config.batch_size, plan.data.tokens_per_step
+        steps, rest = divmod(tokens, size * plan.config.block_size)
+        if size == plan.config.batch_size or rest or steps % plan.config.world_size:
+            continue
+        other = Case(run, plan).variant(batch_size=size, gradient_accumulation_steps=steps)
+        if other.time is None or other.time.mfu is None:
+            continue
+        smaller = plan.config.batch_size < size and other.time.mfu >= plan.time.mfu
+        notes.append(
+            f"with {runs[0].name}'s micro-batch, {size} × {steps}, {run.name} is predicted at an MFU of "
+            f"{100 * other.time.mfu:.0f} % instead of {100 * plan.time.mfu:.0f} %"
+            + (
+                ": its smaller micro-batch does not raise it, and gives torch.compile nothing to fuse"
+                if smaller
+                else ""
+            )
+        )
     return notes

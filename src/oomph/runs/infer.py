@@ -8,6 +8,7 @@ import msgspec
 
 from oomph.config import LoadedConfig, TrainConfig, as_loaded
 from oomph.config.keys import keys
+from oomph.devices import detect
 from oomph.errors import InputError
 from oomph.runs import shapes
 from oomph.runs.card import Card, identify
@@ -51,7 +52,7 @@ def infer(run: Run, gpu: str | None = None) -> Inference:
     return Inference(
         settings=work.settings,
         config=config,
-        card=identify(run.gpu, tflops, gpu),
+        card=_card(run, work, tflops, gpu),
         tokens_per_step=tokens,
         flops_per_token=flops,
         ambiguous=work.ambiguous,
@@ -59,6 +60,14 @@ def infer(run: Run, gpu: str | None = None) -> Inference:
         contradictions=work.contradictions,
         notes=work.notes,
     )
+
+
+def _card(run: Run, work: _Work, tflops: float | None, gpu: str | None) -> Card:
+    """The card; for a run on a CPU the one of this machine, which a card that is in it too does not change."""
+    setting = work.settings.get("device")
+    if gpu is None and setting is not None and str(setting.value).startswith("cpu"):
+        return Card(detect("cpu", measure=False), "assumed", "this machine's processor: the log names none")
+    return identify(run.gpu, tflops, gpu)
 
 
 class _Work:

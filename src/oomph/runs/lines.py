@@ -18,25 +18,41 @@ LONGEST_LINE = 1 << 16  # characters; what is longer is read in pieces of this s
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 
-def pieces(stream: BinaryIO) -> Iterator[str]:
-    """The stream's text in pieces. Each ends with a newline, but the last and those of an endless line."""
-    data = stream.read(PIECE_BYTES)
-    decoder = codecs.getincrementaldecoder(_encoding(data))(errors="replace")
-    rest = ""
-    while data:
-        text = rest + decoder.decode(data)
+class Cutter:
+    """Bytes as they come, cut into pieces. Each ends with a newline, but the last and those of an endless line."""
+
+    def __init__(self) -> None:
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._rest = ""
+
+    def feed(self, data: bytes) -> Iterator[str]:
+        """More bytes; what stands after the last newline waits for the next."""
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder(_encoding(data))(errors="replace")
+        text = self._rest + self._decoder.decode(data)
         end = text.rfind("\n") + 1
-        rest = text[end:]
+        self._rest = text[end:]
         if end:
             yield _clean(text[:end])
-        while len(rest) > LONGEST_LINE:
-            cut = rest.rfind("\r", 0, LONGEST_LINE) + 1 or LONGEST_LINE
-            yield _clean(rest[:cut])
-            rest = rest[cut:]
-        data = stream.read(PIECE_BYTES)
-    rest += decoder.decode(b"", True)
-    if rest:
-        yield _clean(rest)
+        while len(self._rest) > LONGEST_LINE:
+            cut = self._rest.rfind("\r", 0, LONGEST_LINE) + 1 or LONGEST_LINE
+            piece, self._rest = self._rest[:cut], self._rest[cut:]
+            yield _clean(piece)
+
+    def finish(self) -> Iterator[str]:
+        """What is left where the bytes end."""
+        rest = self._rest + (self._decoder.decode(b"", True) if self._decoder is not None else "")
+        self._rest = ""
+        if rest:
+            yield _clean(rest)
+
+
+def pieces(stream: BinaryIO) -> Iterator[str]:
+    """The stream's text in pieces."""
+    cutter = Cutter()
+    while data := stream.read(PIECE_BYTES):
+        yield from cutter.feed(data)
+    yield from cutter.finish()
 
 
 def _encoding(start: bytes) -> str:

@@ -25,6 +25,7 @@ STDIN = "-"
 _CONFIGS = (".py", ".toml")
 _SNAPSHOTS = (".pickle", ".pkl")
 _IN_FOLDER = ("config.toml", "metrics.jsonl", "train.log", "log.txt")  # what a run's folder may hold
+_ANY_NAMES = frozenset(("train", "log", "metrics", "output", "stdout", "nohup"))  # such a log's folder names its run
 _PICKLE = b"\x80"
 
 
@@ -60,7 +61,10 @@ def read(*sources: Readable, name: str | None = None, overrides: Sequence[Overri
             problems.extend(error.problems)
         except OSError as error:
             problems.append(Problem(str(source), "cannot be read", error.strerror or type(error).__name__))
-    problems.extend(_override(builder, overrides))
+    try:
+        give(builder, overrides)
+    except InputError as error:
+        problems.extend(error.problems)
     if problems:
         raise InputError(problems)
     return _finish(builder)
@@ -94,6 +98,8 @@ def _name(sources: Sequence[Readable]) -> str:
     for source in sources:
         if isinstance(source, str | os.PathLike) and os.fspath(source) != STDIN:
             path = Path(source)
+            if path.stem in _ANY_NAMES and path.parent.name:
+                return path.parent.name
             return path.stem if path.suffix else path.name or str(path)
     return "standard input"
 
@@ -102,6 +108,8 @@ def _opened_folders(sources: Iterable[Readable]) -> Iterable[Readable]:
     for source in sources:
         if isinstance(source, str | os.PathLike) and Path(source).is_dir():
             inside = [Path(source) / name for name in _IN_FOLDER if (Path(source) / name).is_file()]
+            if any(path.name == "metrics.jsonl" for path in inside):  # its log says the same in words
+                inside = [path for path in inside if path.name in ("config.toml", "metrics.jsonl")]
             if not inside:
                 allowed = ", ".join(_IN_FOLDER)
                 raise InputError(Problem(str(source), "a folder that holds no run", allowed=f"a folder with {allowed}"))
@@ -118,7 +126,7 @@ def _read_source(builder: Builder, source: Readable) -> None:
     if path == STDIN:
         read_stream(builder, sys.stdin.buffer, "standard input")
     elif path.endswith(_CONFIGS):
-        _read_config(builder, path)
+        read_config(builder, path)
     else:
         with Path(path).open("rb") as stream:
             start = stream.peek(1)[:1]
@@ -128,7 +136,8 @@ def _read_source(builder: Builder, source: Readable) -> None:
                 read_stream(builder, stream, path)
 
 
-def _read_config(builder: Builder, path: str) -> None:
+def read_config(builder: Builder, path: str) -> None:
+    """What a config file beside the log sets."""
     from oomph.config import load
 
     loaded = load([path])
@@ -146,19 +155,15 @@ def _read_snapshot(builder: Builder, path: str) -> None:
     builder.run.snapshots.append(recording)
 
 
-def _override(builder: Builder, overrides: Iterable[Override]) -> list[Problem]:
-    """What the user gives goes over whatever the logs say."""
+def give(builder: Builder, overrides: Sequence[Override]) -> None:
+    """What the user gives goes over whatever the logs say. Raises `InputError`."""
     from oomph.config import load
 
-    try:
-        loaded = load(overrides=list(overrides))
-    except InputError as error:
-        return list(error.problems)
+    loaded = load(overrides=list(overrides))
     for key, _, where in overrides:
         key = key.replace("-", "_")
         if loaded.sources[key] == where:
             builder.setting(key, getattr(loaded.config, key), "given", where)
-    return []
 
 
 def read_stream(builder: Builder, stream: BinaryIO, name: str) -> None:

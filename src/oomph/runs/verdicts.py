@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from oomph.runs import losses
+from oomph.runs.findings import tflops
 from oomph.runs.forecast import FARTHEST, Forecast, forecast
 from oomph.runs.losses import At, Losses
 from oomph.runs.measured import Measured
@@ -61,8 +62,9 @@ def _hardware_use(runs: Sequence[Measured]) -> Verdict:
     for run in runs:
         if run.tflops is None:
             continue
-        share = f", {run.mfu:.0%} of the card's {run.peak_tflops:.1f}" if run.mfu and run.peak_tflops else ""
-        parts.append(f"{run.name} {run.tflops:.1f} TFLOPS{share} ({run.mfu_nanogpt or 0:.1%} of an A100's 312)")
+        share = f", {run.mfu:.0%} of the card's {tflops(run.peak_tflops)}" if run.mfu and run.peak_tflops else ""
+        printed = f" ({run.mfu_nanogpt or 0:.1%} of an A100's 312)" if run.run.program == "nanogpt" else ""
+        parts.append(f"{run.name} {tflops(run.tflops)}{share}{printed}")
     verdict = _highest("hardware use", runs, uses, _against(parts))
     why = _why_busier(runs, verdict.winner)
     return msgspec.structs.replace(verdict, reason=f"{verdict.reason}; {why}" if why else verdict.reason)
