@@ -11,7 +11,8 @@ from oomph.report.summary import summarise
 from oomph.report.timeline import sparkline
 from oomph.step.ops import Kind
 
-RUN_A = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512, "batch_size": 16, "gradient_accumulation_steps": 4}
+SHAPE_A = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 512}
+RUN_A = SHAPE_A | {"batch_size": 16, "gradient_accumulation_steps": 4}
 RUN_D = {"batch_size": 16, "gradient_accumulation_steps": 32}
 
 
