@@ -1,6 +1,6 @@
 """Put what the command prints today into the README's first example.
 
-    make readme
+make readme
 """
 
 from __future__ import annotations

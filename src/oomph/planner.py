@@ -87,7 +87,7 @@ class Plan(msgspec.Struct, frozen=True):
     data: Data
     energy: cost.Energy | None
     notes: tuple[str, ...]
-    steps: tuple[Step, Step]  # the run's first optimizer step, and a later one
+    steps: tuple[Step, ...]  # what runs: the first optimizer step and a later one, or an evaluation alone
     traced: str | None = None  # the user's own model, where it stands in for nanoGPT's
 
     @property
@@ -145,18 +145,24 @@ def plan(
     counts = _model(parameters)
     compute, data = _compute(settled, steps[1], traced=model is not None), _data(settled, counts)
     times = clock.predict_times(steps[1], settled, chosen)
+    running = _runs(steps, settled)
     time = _time(settled, chosen, compute, data, times, step_ms)
     return Plan(
         loaded=loaded,
         device=chosen,
         model=counts,
-        memory=footprint(_runs(steps, settled), settled, chosen, reserve_mib),
+        memory=footprint(running, settled, chosen, reserve_mib),
         time=time,
         compute=compute,
         data=data,
         energy=cost.energy(chosen.watts, time.hours if time else None, price_kwh, currency, settled.world_size),
-        notes=(*loaded.notes, *chosen.notes, *devices.warnings(settled, chosen), *_remarks(loaded)),
-        steps=steps,
+        notes=(
+            *loaded.notes,
+            *chosen.notes,
+            *devices.warnings(settled, chosen),
+            *_remarks(loaded, chosen.kind != "cpu"),
+        ),
+        steps=running,
         traced=model,
     )
 
@@ -180,7 +186,7 @@ def choose_device(device: Device | str | None, config: TrainConfig) -> Device:
         raise InputError(Problem("device", "is no device", found=repr(device), allowed="a card's name, or a Device"))
     chosen = devices.find(device) if isinstance(device, str) else device
     wanted = config.device.partition(":")[0]
-    if wanted in ("cpu", "mps") and chosen.kind != wanted:
+    if wanted in ("cpu", "mps") and chosen.kind not in (wanted, "cpu"):
         raise InputError(
             Problem(
                 f"device={config.device}", "contradicts the GPU that is named", found=chosen.name, allowed="one of them"
@@ -209,7 +215,9 @@ def _traced(model: str, config: TrainConfig, device: Device) -> tuple[tuple[Para
     from oomph.step.user_model import trace_model  # imports torch
 
     found = trace_model(model, config, device.kind != "cpu", device.capability)
-    return found.parameters, found.steps
+    buckets = gpt.gradient_buckets(config, found.parameters)
+    first, later = (Step((*step.resident, *buckets), step.sections) for step in found.steps)
+    return found.parameters, (first, later)
 
 
 def _model(parameters: Sequence[Parameter]) -> Model:
@@ -288,9 +296,14 @@ def _time(
     )
 
 
-def _remarks(loaded: LoadedConfig) -> list[str]:
+def _remarks(loaded: LoadedConfig, on_gpu: bool) -> list[str]:
     """What a reader of this plan should know beyond its figures."""
     config, remarks = loaded.config, []
+    if on_gpu:
+        remarks.append(
+            "Assumed, and covered by low and high: the kernels and workspaces a real card picks, its driver's context"
+            + (", and that Triton fuses what inductor plans to" if config.compile else "")
+        )
     if config.eval_only:
         remarks.append("eval_only is set: the run evaluates once and leaves, so memory and hours are those of that")
     if config.compile and config.attention == "math":

@@ -80,6 +80,10 @@ def _report(options: argparse.Namespace, plans: list[Plan]) -> None:
 
 
 def _write_snapshot(path: str, asked: Plan) -> None:
+    if asked.device.kind == "cpu":
+        raise InputError(
+            Problem("--snapshot", "is a picture of a GPU's memory", found=asked.device.name, allowed="--gpu NAME")
+        )
     from oomph.predict.allocator_timeline import trace
     from oomph.step import snapshot
 

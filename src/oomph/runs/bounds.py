@@ -30,7 +30,7 @@ def step_shares(plan: Plan) -> dict[str, float]:
     host_s = 0.0 if on_cpu else LIKELY.compiled_host_s if config.compile else LIKELY.eager_host_s
     gap_s = 0.0 if on_cpu else LIKELY.kernel_gap_s
     totals = dict.fromkeys((PRODUCTS, VOCABULARY, ATTENTION, BYTES, OPTIMIZER, GAPS, HOST), 0.0)
-    for section in plan.steps[1].sections:
+    for section in plan.steps[-1].sections:
         if section.ops and section.ops[0].phase is Phase.EVAL:
             continue
         device_s, kernels = 0.0, 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Buffer, Kernel, Kind, Phase, Section, Step
-from oomph.step.params import parameters
+from oomph.step.params import Parameter, parameters
 
 __all__ = ["Kernel", "Kind", "Phase", "Section", "Step", "build", "gradient_buckets", "workspaces"]
 
@@ -19,14 +21,14 @@ def workspaces(capability: tuple[int, int] | None = None) -> tuple[int, ...]:
     return size, size
 
 
-def gradient_buckets(config: TrainConfig) -> tuple[Buffer, ...]:
+def gradient_buckets(config: TrainConfig, found: Sequence[Parameter]) -> tuple[Buffer, ...]:
     """DistributedDataParallel's second copy of the gradients, from the last layer: a bucket of 1 MiB, then of 25."""
     if config.world_size == 1:
         return ()
     weight_bytes = 2 if config.dtype != "float32" and not config.autocast else 4
     buckets: list[Buffer] = []
     filled, limit = 0, _FIRST_BUCKET_BYTES
-    for parameter in reversed(parameters(config)):
+    for parameter in reversed(found):
         filled += parameter.numel * weight_bytes
         if filled >= limit:
             buckets.append(Buffer("ddp.bucket", filled, Kind.GRADIENTS))
@@ -53,5 +55,5 @@ def build(
         from oomph.step import gpt_eager
 
         step = gpt_eager.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)
-    buckets = gradient_buckets(config)
+    buckets = gradient_buckets(config, parameters(config) if config.world_size > 1 else ())
     return Step((*step.resident, *buckets), step.sections) if buckets else step

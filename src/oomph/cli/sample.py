@@ -1,0 +1,119 @@
+"""`oomph sample`: text from a trained model, ours or nanoGPT's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from oomph.cli.arguments import VerbParser
+from oomph.cli.plan import not_negative, positive
+from oomph.cli.train import need_torch
+from oomph.errors import InputError, Problem
+
+DEFAULT_PROMPT = "\n"  # nanoGPT's
+
+
+def run(argv: list[str]) -> int:
+    """Generate and print."""
+    options = _parser().parse_args(argv)
+    _check(options)
+    need_torch()
+    from oomph.training.sample import Sampling, generate, load_model
+    from oomph.training.text import codec_for
+
+    path = Path(options.run)
+    model, config = load_model(path, _device(options.device))
+    codec = codec_for(options.dataset or config.dataset, options.tokenizer_dir)
+    prompt = _prompt(options)
+    tokens = codec.encode(prompt)
+    if not tokens:
+        if codec.end_of_text is None:
+            raise InputError(Problem("--prompt", "empty, and the vocabulary has no end-of-text to begin with"))
+        tokens = [codec.end_of_text]
+    sampling = Sampling(options.temperature, int(options.top_k) or None, options.top_p, options.seed)
+    stop = codec.end_of_text if options.stop else None
+    made = generate(model, tokens, int(options.tokens), sampling, int(options.samples), stop)
+    texts = [codec.decode(sample) for sample in made]
+    if options.json:
+        import msgspec
+
+        fields = {
+            "prompt": prompt,
+            "tokenizer": codec.name,
+            "samples": texts,
+            "tokens": [len(sample) for sample in made],
+        }
+        print(msgspec.json.format(msgspec.json.encode(fields), indent=2).decode())
+        return 0
+    shown = "".join(f"{prompt}{text}\n{'-' * 40}\n" for text in texts)
+    print(shown, end="")
+    if options.save:
+        _save(path, options.seed, shown)
+    return 0
+
+
+def _save(path: Path, seed: int, text: str) -> None:
+    """Into the run's own folder, where the checkpoint is one of a run."""
+    from oomph.files import write_whole
+
+    folder = (path if path.is_dir() else path.parent) / "samples"
+    folder.mkdir(exist_ok=True)
+    write_whole(folder / f"seed_{seed}.txt", text.encode())
+
+
+def _device(asked: str | None) -> str:
+    import torch
+
+    if asked is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(Problem("--device", f"{asked} is not there", allowed="cpu"))
+    return asked
+
+
+def _prompt(options: argparse.Namespace) -> str:
+    if options.prompt_file is None:
+        prompt: str = DEFAULT_PROMPT if options.prompt is None else options.prompt
+        return prompt
+    try:
+        return Path(options.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(Problem(options.prompt_file, "cannot be read", found=str(error)[:120])) from None
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if options.top_p is not None and options.top_p > 1:
+        problems.append(Problem("--top_p", "a probability", found=str(options.top_p), allowed="above 0, at most 1"))
+    if options.prompt is not None and options.prompt_file is not None:
+        problems.append(Problem("--prompt_file", "cannot go with --prompt", allowed="one of the two"))
+    if problems:
+        raise InputError(problems)
+
+
+def _parser() -> VerbParser:
+    parser = VerbParser("sample", "Text from a trained model: a run's folder, a checkpoint of oomph's or of nanoGPT's.")
+    parser.add_argument("run", metavar="RUN", help="a run's folder (its best checkpoint) or a checkpoint")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the text begins with; default: a line break")
+    parser.add_argument("--prompt_file", metavar="FILE", help="the same from a file")
+    parser.add_argument("--samples", type=positive, default=1, metavar="N", help="how many texts; default %(default)s")
+    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="at most; default %(default)s")
+    parser.add_argument(
+        "--temperature", type=not_negative, default=0.8, metavar="T", help="0 takes the likeliest; default %(default)s"
+    )
+    parser.add_argument(
+        "--top_k",
+        type=not_negative,
+        default=200,
+        metavar="K",
+        help="of the K likeliest; 0: of all; default 200",
+    )
+    parser.add_argument("--top_p", type=positive, metavar="P", help="of the likeliest that together have this share")
+    parser.add_argument("--seed", type=int, default=1337, help="of the random numbers; default %(default)s")
+    parser.add_argument("--no_stop", dest="stop", action="store_false", help="go on after an end-of-text")
+    parser.add_argument("--dataset", metavar="NAME", help="whose tokenizer; default: the one trained on")
+    parser.add_argument("--tokenizer_dir", type=Path, metavar="DIR", help="where GPT-2's vocab.bpe is, offline")
+    parser.add_argument("--device", help="cuda or cpu; default: cuda where there is one")
+    parser.add_argument("--save", action="store_true", help="keep the text in the run's folder too, under samples/")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser

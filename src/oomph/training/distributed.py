@@ -1,0 +1,98 @@
+"""Many processes, one run: torchrun starts them, each takes its share of a step, and gradients are summed.
+
+The sum is made once a step, after all micro-steps, and not bucket by bucket inside the backward: so no collective is
+ever under way where memory can run out, and all ranks can undo a step together. It costs the overlap of the last
+micro-step's backward with the sum, which accumulation makes small.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oomph.errors import InputError, Problem
+from oomph.training.failure import LostRankError
+
+TIMEOUT = timedelta(minutes=10)  # silence after which a rank is taken for dead
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def start(self, backend: str, device: torch.device) -> None:
+        """Meet the others."""
+        if self.size > 1:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            _or_lost(self, lambda: dist.init_process_group(backend, timeout=TIMEOUT))
+
+    def stop(self) -> None:
+        """Leave; harmless where nothing was started."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def any(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """Each flag, true where it is true on any rank: how all ranks take the same decision."""
+        if self.size == 1:
+            return list(flags)
+        tensor = torch.tensor([float(flag) for flag in flags], device=device)
+        _or_lost(self, lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
+        return [value > 0 for value in tensor.tolist()]
+
+    def sum(self, tensors: Iterable[Tensor]) -> None:
+        """Add each tensor over all ranks, in place, in one order everywhere."""
+        if self.size > 1:
+            everything = list(tensors)
+
+            def add() -> None:
+                for work in [dist.all_reduce(tensor, async_op=True) for tensor in everything]:
+                    work.wait()
+
+            _or_lost(self, add)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        _or_lost(self, lambda: dist.all_gather_object(values, value))
+        return values
+
+
+def ranks_from_environment() -> Ranks:
+    """What torchrun says; one process alone where nobody says anything."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Ranks()
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return Ranks(rank, int(os.environ.get("LOCAL_RANK", rank)), size)
+    except ValueError:
+        found = f"RANK={os.environ['RANK']} WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        raise InputError(Problem("environment", "not as torchrun sets it", found=found, allowed="numbers")) from None
+
+
+def _or_lost(ranks: Ranks, work: Callable[[], _T]) -> _T:
+    """Do it; where another rank is gone or silent, say so instead of hanging or throwing a traceback."""
+    try:
+        return work()
+    except (RuntimeError, dist.DistError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise LostRankError(f"rank {ranks.rank} lost contact with another rank: {reason}") from None

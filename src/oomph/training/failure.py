@@ -1,0 +1,26 @@
+"""What goes wrong while a run is under way, and which errors mean that memory ran out."""
+
+from __future__ import annotations
+
+import torch
+
+_CPU_WORDS = ("not enough memory", "can't allocate memory")  # of torch's CPU allocator, which has no error of its own
+
+
+class TrainingError(Exception):
+    """The run cannot go on: the message says why, what is kept and what to do. The command exits with 3."""
+
+
+class DoesNotFitError(TrainingError):
+    """The plan says that the run does not fit, and nobody insisted. The command exits with 1."""
+
+
+class LostRankError(TrainingError):
+    """Another process of this run is gone."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)

@@ -1,0 +1,110 @@
+"""Which windows of the data a step reads: one numbered sequence for the whole run, whatever the batch and the ranks.
+
+A step owns the next `windows` of the sequence; each rank takes one contiguous share of them and cuts it into
+micro-batches. So a step that is done again with smaller micro-batches, or on another number of ranks, reads the same
+data, and the state is one position.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from oomph.config import TrainConfig
+from oomph.data.reader import Batches, State
+from oomph.errors import InputError, Problem
+from oomph.training.distributed import Ranks
+
+Batch = tuple[Tensor, Tensor]
+_LOOKED_AT = 2**20  # tokens at each of a few places, to see that they are words of this vocabulary
+_EVAL_SEED = 20_231  # evaluations read windows of their own, always the same
+
+
+class Feed:
+    """Training batches on the device, the next one fetched before it is asked for."""
+
+    def __init__(
+        self, folder: Path, config: TrainConfig, ranks: Ranks, device: torch.device, order: str = "random"
+    ) -> None:
+        self.reader = Batches(
+            folder, "train", batch_size=1, block_size=config.block_size, order=order, seed=config.seed
+        )
+        check_vocabulary(self.reader, config.vocab_size)
+        self.windows = config.batch_size * config.gradient_accumulation_steps  # of a step, over all ranks
+        self.share = self.windows // ranks.size
+        self.position = 0  # windows that finished steps have read
+        self.ranks, self.device = ranks, device
+        self._ahead: tuple[int, int, Batch] | None = None
+
+    def batch(self, index: int, rows: int) -> Batch:
+        """Micro-batch number `index` of this rank's share of the step, `rows` windows of it."""
+        first = self._first(index, rows)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:2] == (first, rows):
+            return ahead[2]
+        return read(self.reader, first, rows, self.device)
+
+    def look_ahead(self, index: int, rows: int) -> None:
+        """Fetch that micro-batch, or the next step's first, while the device computes."""
+        first = self._first(index, rows)
+        self._ahead = first, rows, read(self.reader, first, rows, self.device)
+
+    def forget(self) -> None:
+        """Let the batch go that was fetched ahead."""
+        self._ahead = None
+
+    def _first(self, index: int, rows: int) -> int:
+        steps, rest = divmod(index * rows, self.share)
+        return self.position + steps * self.windows + self.ranks.rank * self.share + rest
+
+    def advance(self) -> None:
+        """The step is done."""
+        self.position += self.windows
+
+    def state(self) -> State:
+        """All that is needed to go on here."""
+        self.reader.position = self.position
+        return self.reader.state()
+
+    def load_state(self, state: State) -> None:
+        """Go on where that state was taken."""
+        self.reader.load_state(state)
+        self.position = self.reader.position
+        self.forget()
+
+
+def read(reader: Batches, first: int, rows: int, device: torch.device) -> Batch:
+    """The windows from number `first` on, as tensors on the device; copied there without waiting where it is CUDA."""
+    reader.position, reader.batch_size = first, rows
+    x, y = (torch.from_numpy(side) for side in next(reader))
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
+    return x.to(device), y.to(device)
+
+
+def evaluation_reader(folder: Path, split: str, config: TrainConfig) -> Batches:
+    """Windows that are the same at every evaluation, so that two of them differ by the weights alone."""
+    return Batches(folder, split, batch_size=1, block_size=config.block_size, seed=config.seed + _EVAL_SEED)
+
+
+def check_vocabulary(reader: Batches, vocab_size: int) -> None:
+    """Refuse data whose tokens the model has no word for: a GPU would only say "device-side assert"."""
+    if reader.manifest is not None:
+        highest = reader.manifest.vocab_size - 1
+    else:
+        import numpy as np
+
+        tokens = np.memmap(reader.path, dtype="<u2", mode="r")  # a set without a manifest is nanoGPT's
+        places = {0, len(tokens) // 2, max(0, len(tokens) - _LOOKED_AT)}
+        highest = max(int(tokens[place : place + _LOOKED_AT].max()) for place in places)
+    if highest >= vocab_size:
+        raise InputError(
+            Problem(
+                str(reader.path),
+                "it holds tokens that the vocabulary has no word for",
+                found=f"token {highest}, vocab_size = {vocab_size}",
+                allowed=f"--vocab_size={-(-(highest + 1) // 64) * 64} or more",
+            )
+        )

@@ -1,0 +1,227 @@
+"""The run around the steps: evaluations, checkpoints, figures, and the orderly end."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from oomph.config import LoadedConfig
+from oomph.planner import Plan, tokens_per_step
+from oomph.training import checkpoint
+from oomph.training.failure import TrainingError
+from oomph.training.memory import MemoryMeter
+from oomph.training.metrics import Metrics
+from oomph.training.progress import Log, step_line
+from oomph.training.result import Result, hold_against
+from oomph.training.signals import StopAsked
+from oomph.training.state import Standing, pack
+from oomph.training.trainer import NotFiniteError, Shrunk, StepResult, Trainer
+
+if TYPE_CHECKING:
+    from oomph.training.run import Options
+
+_WARM_UP_STEPS = 2  # left out of the measured step time: compiling, first touches of memory
+
+
+class Loop:
+    """Steps until all are done or somebody asks to stop."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loaded: LoadedConfig,
+        plan: Plan,
+        data: Path,
+        folder: Path | None,  # None on all ranks but the first: they write nothing
+        standing: Standing,
+        log: Log,
+        metrics: Metrics | None,
+        meter: MemoryMeter,
+        options: Options,
+    ) -> None:
+        self.trainer, self.loaded, self.plan, self.data, self.folder = trainer, loaded, plan, data, folder
+        self.standing, self.log, self.metrics, self.meter, self.options = standing, log, metrics, meter, options
+        self.config = trainer.config
+        self.tokens_per_step = tokens_per_step(self.config)
+        self.stop = StopAsked()
+        self.loss: float | None = None
+        self.val_loss: float | None = None
+        self.shrunk = 0
+        self.saved_at = -1
+        self.saved_time = time.monotonic()
+        self.durations_s: list[float] = []  # of steps since the last logged one
+        self.warm_steps, self.warm_s, self.done_here = 0, 0.0, 0
+        peak = plan.device.peak_tflops(self.config.dtype or "float32", self.config.allow_tf32)
+        self.peak_flops = peak * 1e12 * self.config.world_size if peak else None
+        trainer.on_shrink = self._note_shrink
+
+    def run(self) -> Result:
+        """Train to the end. Whatever ends it, the newest state is in a checkpoint."""
+        with self.stop:
+            try:
+                return self._run()
+            except NotFiniteError as error:
+                self._event("not finite", reason=str(error))
+                raise TrainingError(f"{error}. {self._last_good()}") from None
+
+    def _run(self) -> Result:
+        trainer = self.trainer
+        while True:
+            if self._evaluation_due():
+                self._evaluate()
+            if self.config.eval_only:
+                return self._result("evaluated", True)
+            if trainer.step >= self.config.max_iters:
+                self._save()
+                return self._result("all steps done", True)
+            stopping, saving = self._agree()
+            if stopping:
+                self._save()
+                return self._result(f"stopped by {self.stop.by or 'another rank'}", False)
+            if saving:
+                self._save()
+            began = time.perf_counter()
+            result = trainer.train_step()
+            self._note(result, time.perf_counter() - began)
+
+    def _agree(self) -> tuple[bool, bool]:
+        """Whether to stop, and whether to save: the same answer on all ranks."""
+        due = time.monotonic() - self.saved_time >= self.options.save_minutes * 60
+        stopping, saving = self.trainer.ranks.any([self.stop.by is not None, due], self.trainer.device)
+        return stopping, saving
+
+    def _evaluation_due(self) -> bool:
+        step = self.trainer.step
+        if self.config.eval_only:
+            return True
+        due = step % self.config.eval_interval == 0 or step >= self.config.max_iters
+        return due and self.standing.evaluated_at != step
+
+    def _evaluate(self) -> None:
+        """Both splits, then a checkpoint; the best one so far gets a second name."""
+        train_loss, val_loss = (self.trainer.evaluate(self.data, split) for split in ("train", "val"))
+        step, standing = self.trainer.step, self.standing
+        self.val_loss = val_loss
+        standing.evaluated_at = step
+        better = val_loss < standing.best_val_loss
+        if better:
+            standing.best_val_loss = val_loss
+        self._write(step, tokens=step * self.tokens_per_step, train_loss=train_loss, val_loss=val_loss)
+        self.log.line(
+            f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{', the best' if better else ''}"
+        )
+        if step > 0 and not self.config.eval_only:
+            self._save(best=better)
+
+    def _save(self, best: bool = False) -> None:
+        """A checkpoint of this very moment. A full disk costs this one only: the last good one stands."""
+        step = self.trainer.step
+        self.saved_time = time.monotonic()
+        if self.saved_at == step:
+            return
+        self.saved_at = step  # on every rank, written or not: they must agree on when to gather
+        if self.metrics is not None:
+            self.standing.metrics_bytes = self.metrics.position()
+        content = pack(self.trainer, self.loaded, self.standing)
+        if self.folder is None:
+            return
+        path = checkpoint.path_of(self.folder, step)
+        try:
+            checkpoint.save(content, path)
+        except TrainingError as error:
+            self._event("not saved", reason=str(error))
+            self.log.line(f"WARNING: {error} {self._last_good()}")
+            return
+        if best:
+            checkpoint.mark_best(self.folder, path)
+        checkpoint.keep_last(self.folder, self.options.keep)
+
+    def _last_good(self) -> str:
+        held = checkpoint.saved(self.folder) if self.folder is not None else []
+        return f"The last good checkpoint is {held[-1]}." if held else "No checkpoint was written before."
+
+    def _note(self, result: StepResult, seconds: float) -> None:
+        """Count the step, and log it where one is due."""
+        self.loss = result.loss
+        self.standing.seconds += seconds
+        self.done_here += 1
+        if self.done_here > _WARM_UP_STEPS:
+            self.warm_steps += 1
+            self.warm_s += seconds
+        self.durations_s.append(seconds)
+        if result.skipped:
+            self._event("scale lowered", reason="a gradient overflowed in float16; the step was skipped")
+        if result.step % self.config.log_interval == 0:
+            self._log_step(result)
+
+    def _log_step(self, result: StepResult) -> None:
+        step_s = sum(self.durations_s) / len(self.durations_s)
+        self.durations_s.clear()
+        rate = self.tokens_per_step / step_s
+        mfu = self.plan.compute.flops_per_step / step_s / self.peak_flops if self.peak_flops else None
+        memory_mib = self.meter.now_mib()
+        self._write(
+            result.step,
+            tokens=(result.step + 1) * self.tokens_per_step,
+            loss=result.loss,
+            lr=result.rate,
+            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
+            step_ms=step_s * 1e3,
+            tokens_per_s=rate,
+            mfu=mfu,
+            memory_mib=memory_mib,
+        )
+        pace_s = self.warm_s / self.warm_steps if self.warm_steps else step_s
+        left_s = (self.config.max_iters - result.step - 1) * pace_s
+        planned_ms = self.plan.time.step_ms if self.plan.time else None
+        steps, ms = self.config.max_iters, step_s * 1e3
+        self.log.step(step_line(result.step, steps, result.loss, ms, rate, mfu, memory_mib, left_s, planned_ms))
+
+    def _note_shrink(self, shrunk: Shrunk) -> None:
+        self.shrunk += 1
+        size, steps = shrunk.batch_size, shrunk.micro_steps * self.trainer.ranks.size
+        self._event(
+            "out of memory",
+            during=shrunk.during,
+            batch_size=size,
+            gradient_accumulation_steps=steps,
+            reason=shrunk.reason,
+        )
+        self.log.line(
+            f"step {shrunk.step}: out of memory in {shrunk.during}; it is done again, and the run goes on, with "
+            f"{size} sequences × {steps} micro-steps: the same tokens a step"
+        )
+
+    def _event(self, event: str, **more: object) -> None:
+        self._write(self.trainer.step, event=event, **more)
+
+    def _write(self, step: int, **figures: object) -> None:
+        if self.metrics is not None:
+            self.metrics.write(step, **figures)
+
+    def _result(self, reason: str, finished: bool) -> Result:
+        if self.trainer.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.device)
+        step_ms = self.warm_s / self.warm_steps * 1e3 if self.warm_steps else None
+        memory, time_held = hold_against(self.plan, self.meter, step_ms)
+        best = self.standing.best_val_loss
+        return Result(
+            out_dir=self.config.out_dir,
+            steps=self.trainer.step,
+            finished=finished,
+            reason=reason,
+            loss=self.loss,
+            val_loss=self.val_loss,
+            best_val_loss=best if math.isfinite(best) else None,
+            tokens=self.trainer.step * self.tokens_per_step,
+            seconds=self.standing.seconds,
+            memory_mib=memory,
+            step_ms=time_held,
+            shrunk=self.shrunk,
+            batch_size=self.trainer.batch_size,
+            interrupted=not finished,
+        )

@@ -1,0 +1,147 @@
+"""The optimizers, with nanoGPT's two groups, and their state made before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oomph.config import TrainConfig
+from oomph.errors import InputError, Problem
+from oomph.training.adamw import FusedAdamW
+from oomph.training.model import GPT
+
+
+class Pair:
+    """Two optimizers that step together: Muon for the blocks' matrices, AdamW for the rest."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+
+
+AnyOptimizer = FusedAdamW | torch.optim.Optimizer | Pair
+
+
+def make_optimizer(model: GPT, config: TrainConfig) -> AnyOptimizer:
+    """The optimizer of a settled config, its state in place: a step allocates nothing that lasts."""
+    optimizer = _make(model, config)
+    if not isinstance(optimizer, FusedAdamW):
+        rehearse(optimizer, model.parameters())
+    return optimizer
+
+
+def _make(model: GPT, config: TrainConfig) -> AnyOptimizer:
+    name, rate = config.optimizer, config.learning_rate
+    if name == "muon":
+        hidden = [p for n, p in model.named_parameters() if ".h." in n and p.dim() >= 2]
+        ids = {id(p) for p in hidden}
+        rest = [p for p in model.parameters() if id(p) not in ids]
+        muon = torch.optim.Muon(hidden, lr=rate, weight_decay=config.weight_decay)
+        return Pair(muon, _adamw(groups(rest, config), config))
+    both = groups(model.parameters(), config)
+    if name == "adamw" and config.optimizer_loop == "fused":
+        return FusedAdamW(both, config.learning_rate, (config.beta1, config.beta2))
+    if name == "adamw":
+        return _adamw(both, config)
+    if name == "sgd":
+        return torch.optim.SGD(both, lr=rate, momentum=config.beta1, **_loop(config))
+    if name == "adafactor":
+        return torch.optim.Adafactor(both, lr=rate, foreach=config.optimizer_loop == "foreach")
+    return _adamw8bit(both, config)
+
+
+def groups(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
+    """nanoGPT's: matrices decay, vectors do not."""
+    everything = list(parameters)
+    both = [
+        {"params": [p for p in everything if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in everything if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in both if group["params"]]
+
+
+def _loop(config: TrainConfig) -> dict[str, bool]:
+    return {"fused": config.optimizer_loop == "fused", "foreach": config.optimizer_loop == "foreach"}
+
+
+def _adamw(both: list[dict[str, Any]], config: TrainConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(both, lr=config.learning_rate, betas=(config.beta1, config.beta2), **_loop(config))
+
+
+def _adamw8bit(both: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
+    try:
+        make = import_module("torchao.optim").AdamW8bit
+    except ImportError:
+        raise InputError(
+            Problem("optimizer", "adamw8bit needs torchao", allowed="after: pip install torchao; or --optimizer=adamw")
+        ) from None
+    optimizer: torch.optim.Optimizer = make(both, lr=config.learning_rate, betas=(config.beta1, config.beta2))
+    return optimizer
+
+
+def rehearse(optimizer: AnyOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """One step with no gradient, rate or decay: it makes all state and changes no weight. Its count is taken back."""
+    settings = [(float(group["lr"]), group["weight_decay"]) for group in optimizer.param_groups]
+    set_rate(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0  # SGD adds it to the gradients, and so to its momentum
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, (rate, decay) in zip(optimizer.param_groups, settings, strict=True):
+        _set(group, rate)
+        group["weight_decay"] = decay
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):  # torch.optim counts in tensors, torchao too
+            state["step"].zero_()
+
+
+def set_rate(optimizer: AnyOptimizer, rate: float) -> None:
+    """The learning rate of the next step."""
+    for group in optimizer.param_groups:
+        _set(group, rate)
+
+
+def _set(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):  # torchao's, which compiles its step
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def clip_and_step(optimizer: AnyOptimizer, gradients: list[Tensor], norm: Tensor, divide: bool, limit: float) -> None:
+    """Update the weights; where `divide`, with gradients scaled down to the limit as clip_grad_norm_ scales them."""
+    if not divide:
+        optimizer.step()
+    elif isinstance(optimizer, FusedAdamW):
+        optimizer.step(divisor=(norm + 1e-6) / limit)
+    else:
+        torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        optimizer.step()

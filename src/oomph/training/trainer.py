@@ -1,0 +1,204 @@
+"""One optimizer step and one evaluation, and what happens when memory runs out in either."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from oomph.config import TrainConfig
+from oomph.training.distributed import Ranks
+from oomph.training.failure import TrainingError, is_out_of_memory
+from oomph.training.feed import Feed, evaluation_reader, read
+from oomph.training.loss import head_loss
+from oomph.training.model import GPT
+from oomph.training.optimizer import AnyOptimizer, clip_and_step, set_rate
+from oomph.training.schedule import learning_rate
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    step: int
+    loss: float  # the mean over all its tokens
+    grad_norm: float  # before clipping
+    rate: float
+    skipped: bool = False  # fp16's scaler found its scale too large, and lowered it
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """The micro-batch after memory ran out."""
+
+    step: int
+    during: str  # "training" or "evaluation"
+    batch_size: int
+    micro_steps: int  # of one rank
+    reason: str
+
+
+class NotFiniteError(TrainingError):
+    """A loss or a gradient is not a number any more; the weights are those from before the step."""
+
+    def __init__(self, step: int, loss: float, norm: float) -> None:
+        self.step = step
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm}"
+        super().__init__(f"step {step}: {what}; stopped before the optimizer's step")
+
+
+class Trainer:
+    """A model in training. Its state after a step is all that a checkpoint holds."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: GPT,
+        optimizer: AnyOptimizer,
+        feed: Feed,
+        ranks: Ranks,
+        on_shrink: Callable[[Shrunk], None] | None = None,
+    ) -> None:
+        self.config, self.model, self.optimizer, self.feed, self.ranks = config, model, optimizer, feed, ranks
+        self.device = feed.device
+        self.step = 0
+        self.batch_size = config.batch_size
+        self.micro_steps = config.gradient_accumulation_steps // ranks.size
+        half = config.autocast and config.dtype != "float32"
+        self.half = DTYPES[config.dtype or "float32"] if half else None
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
+        self.trunk: Callable[[Tensor], Tensor] = torch.compile(model.trunk) if config.compile else model.trunk
+        self.parameters = list(model.parameters())
+        self.on_shrink = on_shrink
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.half is None else torch.autocast(self.device.type, dtype=self.half)
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean loss of one batch."""
+        with self._autocast():
+            return head_loss(self.trunk(x), self.model.lm_head.weight, y, self.config.loss_chunk or 0)
+
+    def train_step(self) -> StepResult:
+        """One optimizer step over the next windows. Raises `NotFiniteError` before any weight is touched."""
+        rate = learning_rate(self.step, self.config)
+        set_rate(self.optimizer, rate)
+        loss = self._surviving("training", self._accumulate)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.ranks.sum([*gradients, loss])
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(cast(torch.optim.Optimizer, self.optimizer))  # it only looks at the groups
+        norm = get_total_norm(gradients)
+        loss_value, norm_value = torch.stack([loss, norm.float()]).tolist()  # the step's one wait for the device
+        overflowed = self.scaler.is_enabled() and math.isfinite(loss_value) and not math.isfinite(norm_value)
+        if not overflowed:
+            if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+                raise NotFiniteError(self.step, loss_value, norm_value)
+            limit = self.config.grad_clip
+            clip_and_step(self.optimizer, gradients, norm, 0 < limit < norm_value, limit)
+        if self.scaler.is_enabled():
+            self.scaler.update()  # lower after an overflow, higher after many steps without one
+        del gradients
+        self.optimizer.zero_grad()
+        result = StepResult(self.step, loss_value, norm_value, rate, overflowed)
+        self.feed.advance()
+        self.step += 1
+        return result
+
+    def _accumulate(self) -> Tensor:
+        """Gradients of this rank's share of the step, summed into `.grad`; its share of the mean loss."""
+        total = torch.zeros((), device=self.device)
+        share = 1 / (self.micro_steps * self.ranks.size)
+        for index in range(self.micro_steps):
+            loss = self.loss_of(*self.feed.batch(index, self.batch_size)) * share
+            self.feed.look_ahead(index + 1, self.batch_size)
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def evaluate(self, folder: Path, split: str) -> float:
+        """Mean loss over the same windows of a split each time; every rank reads its share."""
+        total = self._surviving("evaluation", lambda: self._evaluate(folder, split))
+        self.ranks.sum([total])
+        return total.item() / (self.config.eval_iters * self.config.batch_size)
+
+    def _evaluate(self, folder: Path, split: str) -> Tensor:
+        """The sum of this rank's windows' losses. No collective in it: memory may run out on one rank alone."""
+        reader = evaluation_reader(folder, split, self.config)
+        windows = self.config.eval_iters * self.config.batch_size
+        first, last = (windows * rank // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
+        total = torch.zeros((), device=self.device)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for at in range(first, last, self.batch_size):
+                    rows = min(self.batch_size, last - at)
+                    total += self.loss_of(*read(reader, at, rows, self.device)) * rows
+        finally:
+            self.model.train()
+        return total
+
+    def _surviving(self, during: str, work: Callable[[], Tensor]) -> Tensor:
+        """Do the work; where memory runs out on any rank, undo it on all, halve the micro-batch and do it again."""
+        while True:
+            random = random_state(self.device)
+            failure: str | None = None
+            result: Tensor | None = None
+            try:
+                result = work()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = str(error).splitlines()[0][:200]
+            # Only here, where the error and the frames it held are gone, can their tensors be let go.
+            (failed,) = self.ranks.any([failure is not None], self.device)
+            if not failed and result is not None:
+                return result
+            self._undo(random)
+            self._shrink(during, failure or "on another rank")
+
+    def _undo(self, random: dict[str, Tensor]) -> None:
+        """As it was before the work began, with every byte given back."""
+        self.optimizer.zero_grad()
+        self.feed.forget()
+        restore_random_state(random)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _shrink(self, during: str, reason: str) -> None:
+        if self.batch_size == 1:
+            raise TrainingError(
+                f"step {self.step}: out of memory in {during} with a single sequence: {reason}. "
+                f"A smaller block_size, checkpoint_layers={self.config.n_layer} or a smaller model would fit."
+            )
+        by = next(n for n in range(2, self.batch_size + 1) if self.batch_size % n == 0)
+        self.batch_size //= by
+        self.micro_steps *= by
+        if self.on_shrink is not None:
+            self.on_shrink(Shrunk(self.step, during, self.batch_size, self.micro_steps, reason))
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Where torch's random numbers stand."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, Tensor], device: torch.device | None = None) -> None:
+    """Go on with those random numbers."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device or torch.device("cuda"))

@@ -1,0 +1,80 @@
+"""Training against a plain reference: all logits, torch's cross-entropy, no chunks, no checkpointing, no tricks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from training_helpers import SMALL, Train, losses
+
+from oomph.config import TrainConfig
+from oomph.data.reader import Batches
+from oomph.training.model import GPT
+from oomph.training.schedule import learning_rate
+
+STEPS = 20
+
+
+def reference(data: Path, **keys: Any) -> list[float]:
+    """The loss of each step of a loop that anybody would write down first."""
+    config = TrainConfig(**(SMALL | keys))
+    torch.manual_seed(config.seed)
+    model = GPT(config)
+    decay = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        fused=False,
+        foreach=False,
+    )
+    batches = Batches(data, "train", batch_size=config.batch_size, block_size=config.block_size, seed=config.seed)
+    found = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        total = 0.0
+        for _ in range(config.gradient_accumulation_steps):
+            x, y = map(torch.from_numpy, next(batches))
+            logits = model.lm_head(model.trunk(x))
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) / config.gradient_accumulation_steps
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"loss_chunk": 7},
+        {"loss_chunk": 0},
+        {"checkpoint_layers": 2, "loss_chunk": 16},
+        {"attention": "math", "optimizer_loop": "foreach"},
+        {"optimizer_loop": "forloop", "checkpoint_layers": 1},
+        {"bias": True, "tie_weights": False},
+        {"gradient_accumulation_steps": 1, "batch_size": 6},
+    ],
+)
+def test_twenty_steps_have_the_reference_losses(run: Train, data: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
+    run("run", max_iters=STEPS, **keys)
+    shape = {
+        key: keys[key] for key in ("bias", "tie_weights", "batch_size", "gradient_accumulation_steps") if key in keys
+    }
+    mine = [loss for _, loss in losses(tmp_path / "run")]
+    assert mine == pytest.approx(reference(data, **shape), abs=1e-5)
+    assert mine[-1] < mine[0] - 0.5
+
+
+@pytest.mark.slow
+def test_a_compiled_trunk_has_the_reference_losses(run: Train, data: Path, tmp_path: Path) -> None:
+    run("run", max_iters=STEPS, compile=True, checkpoint_layers=1)
+    assert [loss for _, loss in losses(tmp_path / "run")] == pytest.approx(reference(data), abs=1e-5)

@@ -1,0 +1,132 @@
+"""Stopping and going on: to the last bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from training_helpers import Train, losses, weights
+
+from oomph.errors import InputError
+from oomph.training import checkpoint
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    mine, theirs = weights(a), weights(b)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dropout": 0.2},
+        {"dropout": 0.1, "checkpoint_layers": 1},
+        {"optimizer": "muon"},
+        {"optimizer": "sgd"},
+        {"optimizer": "adafactor"},
+        {"optimizer_loop": "foreach"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16", "autocast": False},
+    ],
+    ids=str,
+)
+def test_a_resumed_run_is_the_undisturbed_one_to_the_last_bit(
+    run: Train, tmp_path: Path, keys: dict[str, object]
+) -> None:
+    run("whole", max_iters=8, **keys)
+    run("parts", max_iters=3, **keys)
+    run("parts", options={"resume": True}, max_iters=8, **keys)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert same_weights(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_resuming_needs_nothing_but_the_folder(run: Train, tmp_path: Path) -> None:
+    from oomph.training.run import train
+
+    run("run", max_iters=4, dropout=0.1)
+    result = train(resume=tmp_path / "run", quiet=True, measure=False)
+    assert result.steps == 4 and result.finished
+
+
+def test_evaluations_and_the_best_loss_go_on_where_they_were(run: Train, tmp_path: Path) -> None:
+    run("whole", max_iters=8, eval_interval=2)
+    run("parts", max_iters=4, eval_interval=2)
+    run("parts", options={"resume": True}, max_iters=8, eval_interval=2)
+    lines = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    ]
+    found = [[(line["step"], line["val_loss"]) for line in each if "val_loss" in line] for each in lines]
+    assert found[0] == found[1]
+    assert [step for step, _ in found[0]] == [0, 2, 4, 6, 8]
+
+
+def test_metrics_written_after_the_checkpoint_are_replaced(run: Train, tmp_path: Path) -> None:
+    run("run", max_iters=4)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step":4,"loss":1.0}\n{"step":5,"lo')
+    run("run", options={"resume": True}, max_iters=6)
+    assert [step for step, _ in losses(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_changed_key_is_said(run: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", max_iters=3)
+    run("run", options={"resume": True, "quiet": False}, max_iters=5, learning_rate=2e-3)
+    out = capsys.readouterr().out
+    assert "changed: learning_rate: 0.01 in the checkpoint, now 0.002" in out
+    assert "changed: max_iters: 3 in the checkpoint, now 5" in out
+
+
+@pytest.mark.parametrize("key", ["n_layer", "n_embd", "n_head", "block_size", "vocab_size"])
+def test_a_changed_shape_is_refused_with_both_values(run: Train, key: str) -> None:
+    run("run", max_iters=2)
+    with pytest.raises(InputError, match=f"{key} cannot change") as error:
+        run("run", options={"resume": True}, **{key: 8})
+    assert "found 8; allowed" in str(error.value)
+
+
+def test_other_data_is_refused(run: Train, data: Path) -> None:
+    run("run", max_iters=2)
+    (data / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-200])
+    with pytest.raises(InputError, match="tokens differs"):
+        run("run", options={"resume": True}, max_iters=4)
+
+
+def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_it_can_be_named(run: Train, tmp_path: Path) -> None:
+    run("run", max_iters=4, eval_interval=2)
+    older, newest = checkpoint.saved(tmp_path / "run")
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    with pytest.raises(InputError, match="checksum is wrong"):
+        run("run", options={"resume": True}, max_iters=6)
+    assert run("run", options={"resume": older}, max_iters=6).steps == 6
+
+
+def test_nothing_to_resume_is_said(run: Train) -> None:
+    with pytest.raises(InputError, match="nothing to resume here"):
+        run("nowhere", options={"resume": True})
+
+
+def test_a_nanogpt_checkpoint_goes_on_from_its_step(run: Train, tmp_path: Path) -> None:
+    run("ours", max_iters=4)
+    content = checkpoint.load(checkpoint.saved(tmp_path / "ours")[-1])
+    del content["oomph"]
+    content["config"]["a_key_of_a_fork"] = 1
+    content["model"] = {f"_orig_mod.{name}": value for name, value in content["model"].items()}
+    (tmp_path / "theirs").mkdir()
+    torch.save(content, tmp_path / "theirs" / "ckpt.pt")
+    run("theirs", init_from="resume", max_iters=6)
+    run("ours", options={"resume": True}, max_iters=6)
+    assert losses(tmp_path / "theirs") == losses(tmp_path / "ours")[4:]
+
+
+def test_eval_only_on_a_resumed_run_trains_nothing(run: Train, tmp_path: Path) -> None:
+    run("run", max_iters=3)
+    before = weights(tmp_path / "run")
+    result = run("run", options={"resume": True}, max_iters=9, eval_only=True)
+    assert result.steps == 3 and result.val_loss is not None
+    assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "run").items())

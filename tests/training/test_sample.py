@@ -1,0 +1,123 @@
+"""Generating text: the same with and without the cache, from the same seed, cut where it should be."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_helpers import VOCAB, Train
+
+from oomph.cli import sample as command
+from oomph.config import TrainConfig
+from oomph.errors import InputError
+from oomph.training.model import GPT
+from oomph.training.sample import Sampling, draw, generate, load_model
+from oomph.training.text import codec_for
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;:!?'\n"[:VOCAB]
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(TrainConfig(vocab_size=20, n_layer=2, n_head=2, n_embd=16, block_size=10)).eval()
+
+
+@pytest.fixture
+def letters(data: Path) -> Path:
+    """nanoGPT's table of characters beside the data."""
+    tables = {"stoi": {c: i for i, c in enumerate(LETTERS)}, "itos": dict(enumerate(LETTERS)), "vocab_size": VOCAB}
+    (data / "meta.pkl").write_bytes(pickle.dumps(tables))
+    return data
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, None), Sampling(0.7, 5), Sampling(1.0, None, 0.8)])
+def test_the_cache_changes_nothing_even_beyond_the_block(model: GPT, sampling: Sampling) -> None:
+    cached = generate(model, [1, 2, 3], 15, sampling, samples=3)
+    assert cached == generate(model, [1, 2, 3], 15, sampling, samples=3, use_cache=False)
+
+
+def test_a_seed_repeats_and_another_differs(model: GPT) -> None:
+    first = generate(model, [1], 8, Sampling(seed=1))
+    assert first == generate(model, [1], 8, Sampling(seed=1))
+    assert first != generate(model, [1], 8, Sampling(seed=2))
+
+
+def test_each_sample_ends_before_the_stop_token(model: GPT) -> None:
+    free = generate(model, [1], 8, Sampling(1.0, None), samples=4)
+    stop = free[0][3]
+    stopped = generate(model, [1], 8, Sampling(1.0, None), samples=4, stop=stop)
+    for with_stop, without in zip(stopped, free, strict=True):
+        assert with_stop == (without[: without.index(stop)] if stop in without else without)
+
+
+@settings(max_examples=50, deadline=None)
+@given(k=st.integers(1, 30), p=st.floats(0.05, 1.0), seed=st.integers(0, 1000))
+def test_only_the_likeliest_are_drawn(k: int, p: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(1, 20)
+    order = logits[0].argsort(descending=True).tolist()
+    randomness = torch.Generator().manual_seed(seed)
+    assert draw(logits, Sampling(1.0, k), randomness).item() in order[:k]
+    shares = logits[0].softmax(-1)[order].cumsum(0)
+    needed = int((shares < p - 1e-6).sum()) + 1
+    assert draw(logits, Sampling(1.0, None, p), randomness).item() in order[:needed]
+
+
+def test_no_temperature_takes_the_likeliest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    assert draw(logits, Sampling(0), torch.Generator()).item() == 1
+
+
+@pytest.mark.usefixtures("letters")
+def test_the_command_writes_text_in_the_datas_letters(
+    run: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", eval_interval=3)
+    argv = [str(tmp_path / "run"), "--prompt", "abc", "--tokens", "12", "--samples", "2", "--json"]
+    assert command.run(argv) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["tokens"] == [12, 12] and out["tokenizer"] == "chars"
+    assert all(len(text) == 12 and set(text) <= set(LETTERS) for text in out["samples"])
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_saved_sample_lands_in_the_runs_folder(
+    run: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", eval_interval=3)
+    assert command.run([str(tmp_path / "run"), "--prompt", "abc", "--tokens", "5", "--seed", "7", "--save"]) == 0
+    assert (tmp_path / "run" / "samples" / "seed_7.txt").read_text() == capsys.readouterr().out
+
+
+def test_a_nanogpt_checkpoint_speaks_too(run: Train, tmp_path: Path) -> None:
+    from oomph.training import checkpoint
+
+    run("run")
+    content = checkpoint.load(checkpoint.saved(tmp_path / "run")[-1])
+    del content["oomph"]
+    (tmp_path / "theirs").mkdir()
+    torch.save(content, tmp_path / "theirs" / "ckpt.pt")
+    theirs, _ = load_model(tmp_path / "theirs")
+    ours, _ = load_model(tmp_path / "run")
+    assert generate(theirs, [1], 5, Sampling()) == generate(ours, [1], 5, Sampling())
+
+
+def test_a_letter_that_the_data_does_not_have_is_named(letters: Path) -> None:
+    with pytest.raises(InputError, match="'ß'"):
+        codec_for(str(letters)).encode("Straße")
+
+
+def test_characters_go_there_and_back(letters: Path) -> None:
+    codec = codec_for(str(letters))
+    assert codec.decode(codec.encode("Hello, world!")) == "Hello, world!"
+
+
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no checkpoint in this folder"):
+        load_model(tmp_path)

@@ -1,0 +1,195 @@
+"""What takes longer: kills at random moments, and several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training_helpers import SMALL, losses, write_data
+
+from oomph.training.run import train
+
+pytestmark = pytest.mark.slow
+PROGRAM = "import sys; from oomph.cli.train import run; sys.exit(run(sys.argv[1:]))"
+ENVIRONMENT = {"OOMPH_MEASURE": "0", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def arguments(data: Path, out: Path, **keys: object) -> list[str]:
+    fields = SMALL | {"dataset": data, "out_dir": out, "dropout": 0.1} | keys
+    return [*(f"--{key}={value}" for key, value in fields.items()), "--quiet"]
+
+
+def test_killed_at_twenty_moments_the_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """A process that forks for each life spares importing torch twenty times; SIGKILL takes the child alone."""
+    data = write_data(tmp_path / "tokens")
+    keys = {"max_iters": 200, "eval_interval": 3, "eval_iters": 1}
+    program = KILLER.format(
+        whole=arguments(data, tmp_path / "whole", **keys),
+        killed=arguments(data, tmp_path / "killed", **keys),
+        kills=20,
+        folder=str(tmp_path / "killed" / "checkpoints"),
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills, places = map(int, re.findall(r"kills (\d+) places (\d+)", done.stdout)[0])
+    assert kills == 20 and places >= 8  # the lives ended at many different checkpoints
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 200
+
+
+KILLER = """
+import os, random, signal, sys, time
+import torch
+torch.set_num_threads(1)
+from oomph.cli.train import run
+random.seed(1)
+
+def live(argv, seconds):
+    child = os.fork()
+    if child == 0:
+        os._exit(run(argv))
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return status
+
+begun = time.monotonic()
+assert live({whole}, None) == 0
+length = time.monotonic() - begun
+kills, killed, places = 0, {killed}, set()
+share = length / 25
+finished = False
+while kills < {kills}:
+    again = os.path.isdir({folder!r}) and any(name.startswith("step_") for name in os.listdir({folder!r}))
+    more = ["--resume"] if again and not finished else ["--overwrite"]
+    status = live(killed + more, 0.05 + random.random() * 3 * share)
+    finished = not os.WIFSIGNALED(status)  # quicker than the first: it begins anew
+    if finished and status != 0:
+        sys.exit(f"it ended with {{status}} after {{kills}} kills")
+    kills += not finished
+    places.add(max(os.listdir({folder!r}), default="") if os.path.isdir({folder!r}) else "")
+print("kills", kills, "places", len(places))
+assert live(killed + ["--resume"], None) == 0
+"""
+
+
+def torchrun(ranks: int, argv: list[str], timeout: int = 100) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+    wrapper = ["--no-python", sys.executable, "-c", PROGRAM]
+    return subprocess.run(
+        [*launcher, *wrapper, *argv],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    write_data(folder / "tokens")
+    keys = SMALL | {
+        "dataset": str(folder / "tokens"),
+        "out_dir": str(folder / "one"),
+        "max_iters": 20,
+        "eval_interval": 10,
+    }
+    train(keys, quiet=True, measure=False)
+    return folder
+
+
+def test_two_ranks_have_the_losses_of_one_and_resume_exactly(shared: Path) -> None:
+    keys = {"dropout": 0.0, "eval_interval": 10}
+    done = torchrun(2, arguments(shared / "tokens", shared / "two", max_iters=20, **keys))
+    assert done.returncode == 0, done.stderr
+    one, two = losses(shared / "one"), losses(shared / "two")
+    assert [step for step, _ in two] == [step for step, _ in one]
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], abs=1e-5)
+
+    for limit, more in ((7, []), (20, ["--resume"])):
+        argv = arguments(shared / "tokens", shared / "parts", max_iters=limit, **keys)
+        done = torchrun(2, [*argv, *more])
+        assert done.returncode == 0, done.stderr
+    assert losses(shared / "parts") == two
+
+
+def test_a_dead_rank_ends_the_job_with_a_message(shared: Path) -> None:
+    dying = """
+import os, sys
+from oomph.training import trainer
+step = trainer.Trainer.train_step
+def die(self):
+    if self.step == 3 and self.ranks.rank == 1:
+        os._exit(9)
+    return step(self)
+trainer.Trainer.train_step = die
+from oomph.cli.train import run
+sys.exit(run(sys.argv[1:]))
+"""
+    begun = time.monotonic()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--no-python", sys.executable, "-c", dying, *arguments(shared / "tokens", shared / "dead")],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "rank 0 lost contact with another rank" in done.stderr
+    assert time.monotonic() - begun < 90
+
+
+def test_memory_that_runs_out_on_one_rank_shrinks_all(shared: Path) -> None:
+    failing = """
+import sys, torch
+from oomph.training import trainer
+head, count = trainer.head_loss, [0]
+import os
+def faulty(*arguments):
+    count[0] += 1
+    if os.environ["RANK"] == "1" and count[0] == 6:
+        raise torch.OutOfMemoryError("injected")
+    return head(*arguments)
+trainer.head_loss = faulty
+from oomph.cli.train import run
+sys.exit(run(sys.argv[1:]))
+"""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    argv = arguments(shared / "tokens", shared / "hurt", max_iters=20, dropout=0.0, eval_interval=10)
+    done = subprocess.run(
+        [*launcher, "--no-python", sys.executable, "-c", failing, *argv],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"event":"out of memory"' in (shared / "hurt" / "metrics.jsonl").read_text()
+    one, hurt = losses(shared / "one"), losses(shared / "hurt")
+    assert [loss for _, loss in hurt] == pytest.approx([loss for _, loss in one], abs=1e-5)
+
+
+def test_the_memory_of_a_run_on_this_cpu_is_what_the_plan_said(tmp_path: Path) -> None:
+    data = write_data(tmp_path / "tokens")
+    keys = {"vocab_size": 50304, "n_layer": 3, "n_embd": 192, "block_size": 128, "batch_size": 8, "max_iters": 3}
+    argv = [*arguments(data, tmp_path / "run", dropout=0.0, gradient_accumulation_steps=1, **keys), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *argv], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    memory = json.loads(done.stdout)["memory_mib"]
+    assert memory["predicted"] > 250
+    assert abs(memory["error"]) < 0.1, memory

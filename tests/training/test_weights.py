@@ -1,0 +1,90 @@
+"""Weights to and from Hugging Face's form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_helpers import Train
+
+from oomph.config import TrainConfig
+from oomph.errors import InputError
+from oomph.training import weights
+from oomph.training.model import GPT
+from oomph.training.state import load_weights
+
+CONFIG = TrainConfig(vocab_size=20, n_layer=2, n_head=2, n_embd=8, block_size=10, bias=True)
+
+
+def model_of(config: TrainConfig = CONFIG) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config)
+
+
+def test_what_is_exported_is_imported(tmp_path: Path) -> None:
+    model = model_of()
+    weights.export_huggingface(model.state_dict(), CONFIG, tmp_path)
+    other = GPT(CONFIG)
+    load_weights(other, weights.read_weights(tmp_path), "there")
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_matrices_are_transposed_and_the_tied_head_left_out(tmp_path: Path) -> None:
+    weights.export_huggingface(model_of().state_dict(), CONFIG, tmp_path)
+    tensors = weights.read_safetensors(tmp_path / "model.safetensors")
+    assert tensors["transformer.h.0.attn.c_attn.weight"].shape == (8, 24)
+    assert tensors["transformer.h.1.mlp.c_proj.weight"].shape == (32, 8)
+    assert "lm_head.weight" not in tensors
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert (settings["n_layer"], settings["n_positions"], settings["activation_function"]) == (2, 10, "gelu")
+
+
+def test_missing_biases_become_zeros() -> None:
+    from msgspec.structs import replace
+
+    config = replace(CONFIG, bias=False)
+    tensors = weights.to_huggingface(model_of(config).state_dict(), config)
+    assert torch.equal(tensors["transformer.h.0.mlp.c_fc.bias"], torch.zeros(32))
+    assert torch.equal(tensors["transformer.ln_f.bias"], torch.zeros(8))
+    assert not any("wte.bias" in name or "wpe.bias" in name for name in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_safetensors_file_is_header_then_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(6).view(2, 3).to(dtype)
+    weights.write_safetensors({"a": tensor, "b": tensor[0]}, tmp_path / "x.safetensors")
+    content = (tmp_path / "x.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8 : 8 + length])
+    assert (8 + length) % 8 == 0 and header["b"]["data_offsets"][1] == len(content) - 8 - length
+    assert torch.equal(weights.read_safetensors(tmp_path / "x.safetensors")["a"], tensor)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\x10" + b"\0" * 7 + b"{}", b"\xff" * 64])
+def test_a_broken_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match="not a sound safetensors file"):
+        weights.read_safetensors(tmp_path / "x.safetensors")
+
+
+def test_fewer_positions_are_the_first_ones() -> None:
+    named = model_of().state_dict()
+    cropped = weights.crop_positions(dict(named), 4)
+    assert torch.equal(cropped["transformer.wpe.weight"], named["transformer.wpe.weight"][:4])
+
+
+def test_training_starts_from_given_weights(run: Train, tmp_path: Path) -> None:
+    first = run("first", max_iters=20, eval_interval=20, options={"export": True})
+    assert first.val_loss is not None
+    second = run("second", max_iters=1, bias=True, options={"weights": tmp_path / "first" / "huggingface"})
+    assert second.loss is not None and abs(second.loss - first.val_loss) < 0.5
+
+
+def test_weights_of_another_shape_are_refused_one_by_one(run: Train, tmp_path: Path) -> None:
+    weights.export_huggingface(model_of().state_dict(), CONFIG, tmp_path / "other")
+    with pytest.raises(InputError, match=r"another shape for transformer\.wte\.weight"):
+        run("run", options={"weights": tmp_path / "other"})
