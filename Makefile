@@ -1,4 +1,4 @@
-# make demo: set up, and plan a run that does not fit, and one that does.   make test: set up, and run the tests.
+# make demo: set up, plan a run that does not fit, then train a tiny one for a minute.   make test: set up, run the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,16 +12,19 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "oomph needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+$(VENV)/.train: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,data,web,dev]'
-	@touch $@ $(VENV)/.core
+	@touch $@ $(VENV)/.train
 
-demo: $(VENV)/.core
+demo: $(VENV)/.train
 	$(OOMPH) plan examples/fineweb_124m.py --gpu "RTX 4070" || test $$? -eq 1  # 1 is the honest answer: it does not fit
+	$(OOMPH) data builtin:python --out data/python --tokenizer bytes
+	$(OOMPH) train examples/tiny_python.toml --overwrite
+	$(OOMPH) sample out/demo --prompt "def " --tokens 200
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"

@@ -4,7 +4,7 @@
     plan = oomph.plan("gpt2", "RTX 4070")
     plan.memory.fits, plan.time.hours
 
-Only `trace`, which takes a PyTorch model, imports torch.
+Only `trace` and `train` import torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from oomph.runs.compare import compare as compare
     from oomph.runs.explain import explain as explain
     from oomph.step.trace import trace as trace
+    from oomph.training.run import train as train
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _HOMES = {
     "find_gpu": ("oomph.devices", "find"),
     "load_config": ("oomph.config", "load"),
     "plan": ("oomph.planner", "plan"),
+    "train": ("oomph.training.run", "train"),  # imports torch
     "trace": ("oomph.step.trace", "trace"),  # imports torch
 }
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "load_config",
     "plan",
     "trace",
+    "train",
 ]
 
 

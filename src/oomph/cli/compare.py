@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from oomph.cli.arguments import VerbParser
+from oomph.cli.explain import picture
 from oomph.cli.output import emit, emit_json
 from oomph.cli.plan import keys_help
 
@@ -53,5 +54,7 @@ def _parser() -> VerbParser:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="the comparison as JSON")
     output.add_argument("--markdown", action="store_true", help="the report as Markdown")
-    parser.add_argument("--svg", metavar="FILE", help="write plots of losses and throughput there too")
+    parser.add_argument(
+        "--svg", type=picture, metavar="FILE.svg", help="write plots of losses and throughput there too"
+    )
     return parser

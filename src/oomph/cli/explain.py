@@ -71,6 +71,13 @@ def _follow(options: argparse.Namespace, overrides: list[Override]) -> int:
     return FAILING if follower.watch.failing else DONE
 
 
+def picture(text: str) -> str:
+    """A file that a picture is written to."""
+    if not text.lower().endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"must be a file whose name ends in .svg, found {text!r}")
+    return text
+
+
 def _parser() -> VerbParser:
     parser = VerbParser(
         "explain",
@@ -85,5 +92,7 @@ def _parser() -> VerbParser:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="every finding and fix as JSON")
     output.add_argument("--markdown", action="store_true", help="the report as Markdown")
-    parser.add_argument("--svg", metavar="FILE", help="write the plots and the memory picture there too")
+    parser.add_argument(
+        "--svg", type=picture, metavar="FILE.svg", help="write the plots and the memory picture there too"
+    )
     return parser

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from oomph import config as configs
 from oomph.cli.arguments import VerbParser
+from oomph.cli.output import emit, emit_json
 from oomph.cli.plan import add_device, add_source, device_from, keys_help, positive
 from oomph.errors import InputError, Problem
 from oomph.fitting.answer import fit
 from oomph.fitting.result import Fit, Option
 
 EVERY_CARD = "all"
+DEEP = 100  # layers from which a fit takes longer than people expect
 
 
 def run(argv: list[str]) -> int:
@@ -27,6 +28,7 @@ def run(argv: list[str]) -> int:
     if options.gpu == EVERY_CARD:
         return _every_card(options, loaded)
     _check(options)
+    _say_it_takes_long(loaded.config.n_layer)
     found = fit(
         loaded,
         device_from(options, loaded),
@@ -39,15 +41,15 @@ def run(argv: list[str]) -> int:
     from oomph.report.fit_summary import is_yes, summarise_fit
 
     if options.json:
-        _print_json(found.to_dict())
+        emit_json(found.to_dict())
     elif options.markdown:
         from oomph.report.fit_markdown import fit_to_markdown
 
-        print(fit_to_markdown(summarise_fit(found)), end="")
+        emit(fit_to_markdown(summarise_fit(found)))
     else:
-        from oomph.report.fit_terminal import print_fit
+        from oomph.report.fit_terminal import fit_to_text
 
-        print_fit(summarise_fit(found))
+        emit(fit_to_text(summarise_fit(found)))
     if options.write:
         _write(options, found, chosen)
     return 0 if is_yes(found) else 1
@@ -61,27 +63,31 @@ def _every_card(options: argparse.Namespace, loaded: configs.LoadedConfig) -> in
         raise InputError(Problem(name, "needs one card", found="--gpu all", allowed="the name of a card"))
     found = which_cards(loaded, reserve_mib=options.reserve_mib, tokens=options.tokens, hours=options.hours)
     if options.json:
-        _print_json(found.to_dict())
+        emit_json(found.to_dict())
     elif options.markdown:
         from oomph.report.fit_markdown import cards_to_markdown
 
-        print(cards_to_markdown(found), end="")
+        emit(cards_to_markdown(found))
     else:
-        from oomph.report.fit_terminal import print_cards
+        from oomph.report.fit_terminal import cards_to_text
 
-        print_cards(found)
+        emit(cards_to_text(found))
     return 0 if found.fitting else 1
 
 
-def _print_json(result: dict[str, Any]) -> None:
-    import msgspec
-
-    print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
-
-
 def _check(options: argparse.Namespace) -> None:
+    """What can be told to be wrong before the search."""
     if options.option is not None and not options.write:
         raise InputError(Problem("--option", "says which option to write", allowed="--write FILE beside it"))
+    if options.write:
+        from oomph.fitting.write import check_target
+
+        check_target(Path(options.write))
+
+
+def _say_it_takes_long(n_layer: int) -> None:
+    if n_layer >= DEEP:
+        print(f"{n_layer:,} layers: every option is simulated block by block, which takes a while", file=sys.stderr)
 
 
 def _option(options: argparse.Namespace, found: Fit) -> Option | None:

@@ -13,8 +13,6 @@ from oomph.devices import Device, detect
 from oomph.errors import InputError, Problem
 from oomph.training.distributed import Ranks
 
-CPU_LOSS_CHUNK = 512  # measured: below, the products get slow; above, only the memory grows
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -36,10 +34,6 @@ def prepare(loaded: LoadedConfig, ranks: Ranks, measure: bool = True) -> Setup:
         "world_size": (ranks.size, f"default: {ranks.size} process{'es' if ranks.size > 1 else ''} started"),
     }
     on_cpu = kind.startswith("cpu")
-    if on_cpu and not loaded.said("compile"):
-        decided["compile"] = (False, "default: torch.compile does not pay on a CPU")
-    if on_cpu and loaded.config.loss_chunk is None and not loaded.config.return_logits:
-        decided["loss_chunk"] = (CPU_LOSS_CHUNK, f"default: chunks of {CPU_LOSS_CHUNK} tokens are quickest on a CPU")
     values = {key: value for key, (value, _) in decided.items()}
     sources = loaded.sources | {key: why for key, (_, why) in decided.items()}
     merged = LoadedConfig(
