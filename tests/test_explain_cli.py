@@ -159,3 +159,15 @@ def test_ticks_are_round_and_inside() -> None:
 def test_names_in_pictures_are_escaped() -> None:
     chart = plot.Chart("<b>", "x", "y & z", (plot.Line("<i>", ((1.0, 1.0), (2.0, 2.0))),))
     ElementTree.fromstring(plot.sheet("a < b", "&", [chart], ["<i>"]))
+
+
+def test_a_mistyped_log_names_the_nearest(logs: Path) -> None:
+    with pytest.raises(InputError, match=r"did you mean .*b\.log"):
+        explain.run([str(logs / "bb.log")])
+
+
+def test_a_picture_must_be_an_svg(logs: Path, tmp_path: Path) -> None:
+    for verb, names in ((explain, ["b.log"]), (compare, ["b.log", "c.log"])):
+        with pytest.raises(InputError, match=r"ends in \.svg"):
+            verb.run([*(str(logs / name) for name in names), "--svg", str(tmp_path / "x.txt")])
+    assert not (tmp_path / "x.txt").exists()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from oomph.config import TrainConfig
 from oomph.errors import InputError
-from oomph.runs import Comparison, compare, measure, read_text
-from oomph.runs.losses import interpolate
+from oomph.runs import Comparison, Run, compare, measure, read_text
+from oomph.runs.losses import interpolate, scale
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def test_losses_at_the_same_tokens_favour_c_and_at_the_same_hours_b(found: Compa
     assert verdict(found, "quality per token")[0] == "C"
     winner, reason = verdict(found, "quality per hour")
     assert winner == "B"
-    assert "lower and sooner" in reason
+    assert "train loss at 1.10 h" in reason
+    assert "evaluations nowhere overlap" in reason
     assert verdict(found, "quality per FLOP")[0] == "B"
 
 
@@ -156,3 +157,43 @@ def test_steps_with_an_evaluation_or_a_warm_up_do_not_move_the_step_time() -> No
 
 def test_memory_is_the_processs_where_nvidia_smi_shows_it() -> None:
     assert measure(read_text(simulate.run_a(), "A")).memory_mib() == (4464, "nvidia-smi, the process")
+
+
+def test_losses_at_the_same_hours_and_flops_are_of_the_same_place(found: Comparison) -> None:
+    for goal, at in (("quality per hour", "hours"), ("quality per FLOP", "flops")):
+        same = next(each for each in found.losses if each.at == at)
+        last = same.points[-1]
+        verdict_ = next(each for each in found.verdicts if each.goal == goal)
+        assert same.kind == "train"
+        assert verdict_.margin == pytest.approx(last.values[1] - last.values[0])
+        for run, value in zip(found.measured, last.values, strict=True):
+            step = last.x / (scale(run, same.at) or 1.0)
+            near = [y for x, y in run.run.steps.curve("loss") if abs(x - step) <= 12]
+            assert min(near) <= value <= max(near)
+
+
+def test_runs_without_losses_at_a_common_place_have_no_margin() -> None:
+    def log(name: str, ms: float, vals: tuple[float, float]) -> Run:
+        lines = ["tokens per iteration will be: 1,024"]
+        for step, val in zip((500, 1000), vals, strict=True):
+            lines.append(f"step {step}: train loss 9.0000, val loss {val:.4f}")
+            lines.append(f"iter {step}: loss 9.0000, time {ms:.2f}ms, mfu 5.00%")
+        return read_text("\n".join(lines), name)
+
+    runs = compare([log("quick", 10, (8.5, 8.0)), log("slow", 90, (8.9, 8.9))])
+    hours = next(each for each in runs.verdicts if each.goal == "quality per hour")
+    assert (hours.winner, hours.margin) == ("quick", None)
+
+
+def test_steps_so_far_are_counted_as_explain_counts_them(found: Comparison) -> None:
+    assert found.metrics["steps"].values == [1010, 810]
+    assert "1,010 of 20,000 steps" in verdict(found, "final loss")[1]
+
+
+def test_other_learning_rates_and_missing_forecasts_are_noted(found: Comparison) -> None:
+    assert any("learning rates differ (0.001 against 0.0003)" in note for note in found.notes)
+    assert not found.forecasts
+    assert [note for note in found.notes if "no forecast" in note] == [
+        "B: no forecast: 1 validation loss after the 500 steps of warm-up, and a curve needs 6",
+        "C: no forecast: 0 validation losses after the 500 steps of warm-up, and a curve needs 6",
+    ]

@@ -378,3 +378,90 @@ def test_no_cut_or_mixed_log_makes_it_fail(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(lines)))
     kept = "".join(lines[start:])
     explained(kept[: data.draw(st.integers(0, len(kept)))], "mixed", data.draw(st.sampled_from([None, CARD])))
+
+
+# --- what is given, what is not known, and what contradicts ---------------------------------------------
+
+
+def test_a_key_that_is_given_overrules_what_the_counts_say_and_that_is_said() -> None:
+    found = explained(simulate.run_d(), "D", n_layer="7")
+    setting = found.measured.inference.settings["n_layer"]
+    assert (setting.value, setting.how) == (7, "given")
+    assert found.plan is not None
+    assert found.plan.config.n_layer == 7
+    contradiction = get(found, "log.contradiction")
+    assert "n_layer = 7 is taken as given" in contradiction.text
+    assert "those of 12" in contradiction.text
+    assert "log contradicts itself" not in contradiction.title
+
+
+def test_a_batch_that_is_given_against_the_printed_tokens_is_said() -> None:
+    text = get(explained(simulate.run_b(), "B", batch_size="8"), "log.contradiction").text
+    assert "262,144 tokens a step, but the log prints 524,288" in text
+
+
+def test_the_length_of_a_run_whose_config_was_cut_off_is_not_made_up() -> None:
+    text = simulate.run_b()
+    cut = text[text.index("tokens per iteration") :]
+    for given_keys in ({}, {"batch_size": "16", "gradient_accumulation_steps": "32"}):
+        found = explained(cut, "B", **given_keys)
+        assert "max_iters" not in found.measured.inference.settings
+        assert not {"time.left", "time.flops", "data.tokens", "loss.expected"} & {each.id for each in found.findings}
+        assert not any("600,000" in each.title + each.text for each in found.findings)
+
+
+def test_a_count_that_no_model_has_is_told_beside_the_configs_and_the_config_is_planned() -> None:
+    found = explained(simulate.run_b().replace("40.56M", "85.00M"), "B")
+    text = get(found, "log.contradiction").text
+    assert "The config gives 40.56 M parameters, the log prints 85.00 M" in text
+    assert found.measured.inference.missing == []
+    assert found.plan is not None
+    assert found.plan.config.n_embd == 384
+
+
+def test_an_error_without_its_log_does_not_say_when() -> None:
+    alone = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.54 GiB."
+    assert get(explained(alone, "E"), "memory.oom").title == "The card ran out of memory: 1.54 GiB asked for"
+    after = explained(f"iter 0: loss 10.9, time 5.00ms, mfu -100.00%\n{alone}", "E")
+    assert "after step 0" in get(after, "memory.oom").title
+    assert "before the first step" in get(explained(simulate.run_d(), "D"), "memory.oom").title
+
+
+def test_a_given_card_that_the_error_contradicts_is_doubted() -> None:
+    text = simulate.run_d()
+    assert explained(text, "D", "RTX 4070").finding("card.contradiction") is None
+    doubt = get(explained(text, "D", "RTX 3090"), "card.contradiction")
+    assert doubt.severity == "warning"
+    assert "12 GB" in doubt.text
+
+
+@pytest.mark.parametrize("total_gib", ["11.72", "11.62", "11.56"])
+def test_a_card_is_among_the_candidates_whatever_its_driver_leaves(total_gib: str) -> None:
+    text = (
+        f"CUDA out of memory. Tried to allocate 1.54 GiB (GPU 0; {total_gib} GiB total capacity; 8.20 GiB already "
+        "allocated; 1.10 GiB free; 9.00 GiB reserved in total by PyTorch)"
+    )
+    candidates = explained(text, "E", None).measured.inference.card.candidates
+    assert {"GeForce RTX 4070", "GeForce RTX 3060 12GB", "GeForce RTX 4070 SUPER"} <= set(candidates)
+
+
+def test_hours_left_are_the_plans_where_no_step_was_timed(d: Explanation) -> None:
+    assert d.plan is not None
+    assert d.plan.time is not None
+    left = get(d, "time.left")
+    assert number(left, "hours") + number(left, "evaluation_hours") == pytest.approx(d.plan.time.hours)
+    assert number(left, "hours_left") == pytest.approx(d.plan.time.hours, rel=0.002)
+
+
+def test_a_loss_and_a_time_of_nothing_are_warned_of() -> None:
+    found = get(explained("iter 0: loss 0.0000, time 0.00ms, mfu -100.00%\n", "Z"), "loss.impossible")
+    assert found.severity == "warning"
+    assert "training loss and step time" in found.title
+
+
+def test_an_error_and_a_config_file_are_enough_for_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "error.txt").write_text("CUDA out of memory. Tried to allocate 1.54 GiB.")
+    (tmp_path / "run.py").write_text("batch_size = 16\ngradient_accumulation_steps = 32\n")
+    found = explain([tmp_path / "error.txt", tmp_path / "run.py"], CARD, with_fixes=False)
+    assert found.plan is not None
+    assert (found.plan.config.batch_size, found.plan.config.n_layer) == (16, 12)

@@ -246,3 +246,14 @@ def test_an_out_of_memory_error_ends_the_watch_with_its_reason(tmp_path: Path) -
     assert "16 × 1024 × 50304 × 4 bytes" in out.getvalue()
     assert out.getvalue().rstrip().endswith("the run ended: out of memory")
     assert follower.watch.failing
+
+
+def test_a_log_that_is_not_there_yet_is_said_to_be_waited_for(tmp_path: Path) -> None:
+    log, out = tmp_path / "later.log", io.StringIO()
+
+    def appear(_: float) -> None:
+        log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.54 GiB.\n")
+
+    follow(Follower(log, clock=Clock(lambda: 0.0, appear)), file=out)
+    assert "later.log does not exist yet: waiting for it" in out.getvalue()
+    assert "out of memory" in out.getvalue()

@@ -66,7 +66,7 @@ def _follow(options: argparse.Namespace, overrides: list[Override]) -> int:
     try:
         follow(follower, options.gpu, overrides, options.every)
     except KeyboardInterrupt:
-        print("no longer watching; the run is left alone", flush=True)
+        emit("no longer watching; the run is left alone\n")
         return INTERRUPTED
     return FAILING if follower.watch.failing else DONE
 

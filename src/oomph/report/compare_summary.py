@@ -117,7 +117,8 @@ def _losses(same: Losses) -> Grid:
     for point in (same.points[index] for index in shown):
         mark = "" if point.how == "read" else " ~"
         rows.append((f"{_place(same.at, point.x)}{mark}", tuple(f"{value:.4f}" for value in point.values)))
-    drawn = ", ~ between two evaluations" if any(point.how != "read" for point in same.points) else ""
+    between = "evaluations" if same.kind == "val" else "steps"
+    drawn = f", ~ between two {between}" if any(point.how != "read" for point in same.points) else ""
     return Grid(f"{word} loss at {AXES[same.at]}{drawn}", tuple(rows))
 
 

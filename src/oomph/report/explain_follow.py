@@ -29,6 +29,8 @@ def follow(
     give(follower.builder, overrides)
     introduced = False
     _say(out, "info", f"watching {follower.run.name}; Ctrl-C leaves it alone")
+    if not follower.exists:
+        _say(out, "warning", f"{follower.path} does not exist yet: waiting for it")
     while True:
         for turn in follower.look():
             _say(out, turn.severity, turn.text)

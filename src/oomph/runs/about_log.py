@@ -46,6 +46,9 @@ def _card(case: Case) -> Iterator[Finding]:
     numbers: dict[str, Number] = {"memory_mib": device.memory_mib, "usable_mib": device.usable_mib, "tflops": peak}
     what = "processor" if device.kind == "cpu" else "card"
     yield Finding("card.known", "info", f"The {what}: {device.name}", text, known(numbers))
+    if card.doubt is not None:
+        text = sentences((card.doubt, f"everything here is held against the {device.name} that was given"))
+        yield Finding("card.contradiction", "warning", "The card that was given is not the one that was seen", text, {})
 
 
 def _settings(case: Case) -> Iterator[Finding]:
@@ -58,7 +61,9 @@ def _settings(case: Case) -> Iterator[Finding]:
         yield Finding("log.inferred", "info", title, f"{text} Any of them can be given as --key=value.", {})
     if inference.contradictions:
         text = sentences(inference.contradictions)
-        yield Finding("log.contradiction", "warning", "The log contradicts itself", text, {})
+        given = any(each.how == "given" for each in inference.settings.values())
+        title = "What is known of the run contradicts itself" if given else "The log contradicts itself"
+        yield Finding("log.contradiction", "warning", title, text, {})
 
 
 def _open(case: Case) -> Iterator[Finding]:

@@ -36,7 +36,7 @@ def findings(case: Case) -> Iterator[Finding]:
 def _failed(case: Case, oom: Oom) -> Finding:
     guesses = name_allocation(oom, case.config)
     where = _WHERE[oom.phase]
-    when = "before the first step" if not oom.after_step else f"after step {oom.after_step:,}"
+    when = _when(case, oom)
     asked = f": {_size(oom.tried_mib)} asked for" if oom.tried_mib is not None else ""
     free = f", {_size(oom.free_mib)} free" if oom.free_mib is not None else ""
     title = " ".join(filter(None, ("The card ran out of memory", where, when))) + asked + free
@@ -51,6 +51,15 @@ def _failed(case: Case, oom: Oom) -> Finding:
     if guesses:
         numbers |= {"tensor": guesses[0].name, "formula": guesses[0].formula, "tensor_bytes": guesses[0].bytes}
     return Finding("memory.oom", "error", title, text, known(numbers))
+
+
+def _when(case: Case, oom: Oom) -> str:
+    """After which step; nothing where the error stands alone, without the log that it ended."""
+    if oom.after_step is not None and (oom.after_step or case.run.steps.count):
+        return f"after step {oom.after_step:,}"
+    printed = case.run.printed
+    begun = oom.after_step == 0 or (printed.params or printed.params_total or printed.tokens_per_step) is not None
+    return "before the first step" if begun else ""
 
 
 def _size(size_mib: float | None) -> str:

@@ -238,21 +238,21 @@ def _width(case: Case, plan: Plan) -> Iterator[Finding]:
 
 def _length(case: Case) -> Iterator[Finding]:
     """Hours in all, done and left."""
-    steps, pace = case.whole("max_iters") or case.run.printed.steps_planned, case.measured.pace
-    step_ms = pace.step_ms if pace is not None else None
-    if step_ms is None and case.plan is not None and case.plan.time is not None and case.measured.value("max_iters"):
-        step_ms = case.plan.time.step_ms
+    steps, pace = case.planned_steps, case.measured.pace
+    time = case.plan.time if case.plan is not None else None
+    step_ms = pace.step_ms if pace is not None else time.step_ms if time is not None else None
     if steps is None or step_ms is None:
         return
-    done = min(steps, (case.run.last_step or 0) + (1 if case.run.steps.count else 0))
+    done = min(steps, case.run.steps_done)
     each = step_ms / 1e3
-    interval = case.whole("eval_interval")
-    evaluation_s = (pace.evaluation_ms or 0.0) / 1e3 if pace is not None else 0.0
-    evaluations = evaluation_s * (steps // interval + 1) if interval else 0.0
-    left = (steps - done) * each + (evaluation_s * ((steps - done) // interval) if interval else 0.0)
+    evaluation_s = _evaluation_s(case, steps)
+    interval = case.whole("eval_interval") or steps + 1
+    evaluations = evaluation_s * (steps // interval + 1)
+    left = (steps - done) * each + evaluation_s * ((steps - done) // interval + (0 if case.run.last_step else 1))
     whole = f"{steps:,} steps at {duration(each)} are {duration(steps * each)}"
-    if evaluations > 0.01 * steps * each:
-        whole += f", and their evaluations {duration(evaluations)} more"
+    if duration(steps * each) != duration(steps * each + evaluations):
+        predicted = "" if pace is not None and pace.evaluation_ms is not None else ", as predicted"
+        whole += f", and their evaluations {duration(evaluations)} more{predicted}"
     numbers: dict[str, Number] = {"steps": steps, "done": done, "hours": steps * each / 3600, "hours_left": left / 3600}
     numbers["evaluation_hours"] = evaluations / 3600
     if done >= steps:
@@ -261,6 +261,18 @@ def _length(case: Case) -> Iterator[Finding]:
         title = f"{duration(left)} are left of {duration(steps * each + evaluations)}"
         text = sentences((whole, f"{done:,} are done, {100 * done / steps:.0f} %" if done else None))
     yield Finding("time.left", "info", title, text, numbers)
+
+
+def _evaluation_s(case: Case, steps: int) -> float:
+    """One evaluation: as the log shows it, else as predicted."""
+    pace, interval = case.measured.pace, case.whole("eval_interval")
+    if not interval:
+        return 0.0
+    if pace is not None and pace.evaluation_ms is not None:
+        return pace.evaluation_ms / 1e3
+    if case.plan is None or case.plan.time is None:
+        return 0.0
+    return 3600 * case.plan.time.eval_hours / (steps // interval + 1)
 
 
 def _flops(case: Case) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from oomph.runs import forecast, health, losses
 from oomph.runs.case import Case
-from oomph.runs.findings import Finding, Number, known, sentences
+from oomph.runs.findings import Finding, Number, known, listed, sentences
 from oomph.runs.verdicts import expected_end
 from oomph.units import count
 
@@ -26,6 +26,7 @@ EXAMPLE_PERPLEXITY = 22.0
 def findings(case: Case) -> Iterator[Finding]:
     """The findings, worst first."""
     yield from _not_finite(case)
+    yield from _impossible(case)
     yield from _diverging(case)
     yield from _overfitting(case)
     yield from _gradients(case)
@@ -62,6 +63,24 @@ def _not_finite(case: Case) -> Iterator[Finding]:
     )
     title = f"The loss is no number from step {step:,} on"
     yield Finding("loss.not_finite", "error", title, text, {"step": step, "times": times})
+
+
+def _impossible(case: Case) -> Iterator[Finding]:
+    """Figures that no training gives: a loss of nothing or less, steps that take no time."""
+    steps, evals = case.run.steps.totals, case.run.evals.totals
+    logged = [("training loss", steps["loss"]), ("validation loss", evals["val_loss"]), ("step time", steps["ms"])]
+    wrong = [(name, total.low) for name, total in logged if total.count and total.low <= 0]
+    if not wrong:
+        return
+    text = sentences(
+        (
+            f"the lowest logged: {listed(f'a {name} of {low:g}' for name, low in wrong)}",
+            "a cross-entropy is above 0, and a step takes time: the log is damaged, the model is shown its own "
+            "targets, or the figures are not those of the run",
+        )
+    )
+    title = f"The log has figures that cannot be: {listed(name for name, _ in wrong)} of 0 or less"
+    yield Finding("loss.impossible", "warning", title, text, dict(wrong))
 
 
 def _diverging(case: Case) -> Iterator[Finding]:
@@ -213,7 +232,7 @@ def _batch(case: Case) -> Iterator[Finding]:
 
 
 def _data(case: Case) -> Iterator[Finding]:
-    tokens, steps = case.measured.tokens_per_step, case.whole("max_iters") or case.run.printed.steps_planned
+    tokens, steps = case.measured.tokens_per_step, case.planned_steps
     if tokens is None or steps is None:
         return
     total = tokens * steps
@@ -246,7 +265,7 @@ def _data(case: Case) -> Iterator[Finding]:
 
 def _expected(case: Case) -> Iterator[Finding]:
     """What published scaling laws say of the end, and of half and twice the run."""
-    tokens, steps = case.measured.tokens_per_step, case.whole("max_iters") or case.run.printed.steps_planned
+    tokens, steps = case.measured.tokens_per_step, case.planned_steps
     parameters, words = case.measured.params, case.whole("vocab_size")
     if not tokens or not steps or not parameters or words is None or words < 8192:
         return

@@ -55,6 +55,11 @@ class Case:
         value = self.measured.value(key)
         return value if type(value) is int else None
 
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the run is to make, where what was read or given tells; a default of ours does not."""
+        return self.whole("max_iters") or self.run.printed.steps_planned
+
     def variant(self, **changes: Any) -> Plan:
         """The same run planned with a change. Only where there is a plan."""
         assert self.plan is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,7 +16,7 @@ from oomph.runs.losses import Losses
 from oomph.runs.measured import Measured, measure
 from oomph.runs.model import Run
 from oomph.runs.reader import Override, Readable, read
-from oomph.runs.verdicts import Verdict, expected_end, verdicts
+from oomph.runs.verdicts import Verdict, expected_end, verdicts, why_no_forecast
 
 # Keys that say where a run was kept, not what it was.
 _LABELS = frozenset(
@@ -73,7 +73,7 @@ def compare(
     measured = [_measure(run, gpu) for run in _named_apart(read_runs)]
     plans = [predict(run) for run in measured]
     kind = losses.kind_for(measured)
-    same = [losses.at_axis(measured, at, kind) for at in losses.AXES]
+    same = [_same(measured, at, kind) for at in losses.AXES]
     return Comparison(
         measured=measured,
         plans=plans,
@@ -86,6 +86,15 @@ def compare(
         notes=[*_notes(measured), *_micro_batches(measured, plans)],
         forecasts={run.name: found for run in measured if (found := expected_end(run)) is not None},
     )
+
+
+def _same(runs: Sequence[Measured], at: losses.At, kind: Literal["val", "train"]) -> Losses:
+    """Losses at the same places: of evaluations, or of steps where evaluations stand apart."""
+    found = losses.at_axis(runs, at, kind)
+    if found.points:
+        return found
+    steps = losses.by_steps(runs, at)
+    return steps if steps.points else found
 
 
 def _measure(run: Run, gpu: str | None) -> Measured:
@@ -134,7 +143,7 @@ def _metrics(runs: Sequence[Measured], plans: Sequence[Plan | None]) -> dict[str
         "memory_mib": of("MiB", lambda run: (run.memory_mib() or (None,))[0]),
         "predicted_memory_mib": predicted("MiB", lambda plan: plan.memory.total_mib),
         "predicted_step_ms": predicted("ms", lambda plan: plan.time.step_ms if plan.time else None),
-        "steps": of("steps", lambda run: run.run.last_step),
+        "steps": of("steps", lambda run: _reached(run, "step")),
         "tokens": of("tokens", _tokens),
         "train_hours": of("h", lambda run: _reached(run, "hours")),
         "best_val_loss": of("nats", lambda run: _lowest(run)),
@@ -148,8 +157,8 @@ def _tokens(run: Measured) -> float | None:
 
 
 def _reached(run: Measured, at: losses.At) -> float | None:
-    last, each = run.run.last_step, losses.scale(run, at)
-    return last * each if last is not None and each else None
+    each = losses.scale(run, at)
+    return run.run.steps_done * each if run.run.last_step is not None and each else None
 
 
 def _lowest(run: Measured) -> float | None:
@@ -205,6 +214,10 @@ def _notes(runs: Sequence[Measured]) -> list[str]:
             f"accumulation differs ({_listed(accumulation)}), but an optimizer step is {tokens.pop():,} tokens in all: "
             "the same number of optimizer steps for the same tokens"
         )
+    rates = [run.value("learning_rate") for run in runs]
+    if None not in rates and len(set(rates)) > 1:
+        notes.append(f"the learning rates differ ({_listed(rates)}): losses compare these too, not the models alone")
+    notes += [f"{run.name}: no forecast: {why}" for run in runs if (why := why_no_forecast(run)) is not None]
     notes += [f"{run.name}: {note}" for run in runs for note in (*run.run.notes, *run.inference.notes)]
     notes += [f"{run.name}: {text}" for run in runs for text in run.inference.contradictions]
     return notes

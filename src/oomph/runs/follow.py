@@ -82,6 +82,15 @@ class Follower:
     def run(self) -> Run:
         return self.builder.run
 
+    @property
+    def path(self) -> Path:
+        return self._tail.path
+
+    @property
+    def exists(self) -> bool:
+        """Whether the log is there yet."""
+        return self._tail.path.exists()
+
     def look(self) -> list[Turn]:
         """Read on, look at the card, and say what turned."""
         if self._tail.more():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from oomph.step import params
 _SHAPE = ("n_layer", "n_embd", "vocab_size", "block_size", "bias")
 _BATCH = ("batch_size", "gradient_accumulation_steps", "block_size")
 HEAD_WIDTH = 64  # what GPT-2 and nearly every run since has
+DEFAULT = "nanoGPT's default: nothing that was read sets another"
 _SHOWN = 12  # of the choices that are left open
 
 
@@ -81,9 +83,13 @@ class _Work:
         self.contradictions: list[str] = []
         self.notes: list[str] = []
         # nanoGPT echoes only what differs from its defaults, so that its echo tells every key.
-        self.echoed = run.program == "nanogpt" and (
-            run.printed.tokens_per_step is not None or "config" in run.event_counts
+        # So does a config file beside an error message, or a log that lacks its beginning.
+        filed = any(source.name.endswith((".py", ".toml")) for source in run.sources)
+        self.echoed = (run.program == "nanogpt" and (filed or "config" in run.event_counts)) or (
+            filed and run.program is None
         )
+        # No echo at all: a run without any setting, or a log that lacks its beginning. Only its counts can tell.
+        self.headed = self.echoed or (run.program == "nanogpt" and run.printed.tokens_per_step is not None)
 
     def whole(self, key: str) -> int | None:
         setting = self.settings.get(key)
@@ -101,12 +107,18 @@ class _Work:
             return
         said = {key: self.settings[key].value for key in _SHAPE if key in self.settings}
         if printed.params is None and printed.decay_params is None:
+            if self.echoed and "resume" not in self.run.event_counts:
+                self._put_defaults(_SHAPE)
             return
-        if self.echoed and self._defaults_agree(said, printed):
+        if self.headed and self._defaults_agree(said, printed):
             return
         found = shapes.solve(printed, self._known(said))
         if not found.shapes:
             found = self._overruling(said, printed)
+            if not self._counts_are_firmer(found):
+                self._against_the_counts(printed)
+                return
+            self._contradicted(found, said)
         self._settle(found, said)
 
     def _defaults_agree(self, said: dict[str, Any], printed: Printed) -> bool:
@@ -130,21 +142,42 @@ class _Work:
         found = shapes.solve(printed, self._known({}))
         if not found.shapes:  # the printed MFU may be of several workers that nobody mentions
             found = shapes.solve(printed, shapes.Known(said))
+        return found
+
+    def _counts_are_firmer(self, found: shapes.Solution) -> bool:
+        """Exact counts that leave one shape are; of a run that was resumed all are, for its config is not its own."""
+        if not found.shapes:
+            return False
+        exact = self.run.printed.decay_params is not None and len(found.shapes) == 1
+        return exact or not self.echoed or "resume" in self.run.event_counts
+
+    def _against_the_counts(self, printed: Printed) -> None:
+        """No model has these counts, or none likelier than the config's: go by the config, and say so."""
+        if self.echoed:
+            self._put_defaults(_SHAPE)
+        filled = {key: self.settings[key].value for key in _SHAPE if key in self.settings}
+        if all(filled.get(key) is not None for key in _SHAPE):
+            told = shapes.disagreements(msgspec.convert(filled, shapes.Shape), printed)
+            self.contradictions += [f"the config gives {ours}, the log prints {theirs}" for ours, theirs in told]
+        else:
+            self.contradictions.append(f"no model of nanoGPT's has {_evidence(printed)}")
+
+    def _contradicted(self, found: shapes.Solution, said: dict[str, Any]) -> None:
         for key, value in said.items():
             values = {getattr(shape, key) for shape in found.shapes}
-            if values and value not in values and len(values) == 1:
-                where = self.settings[key].where
-                self.contradictions.append(
-                    f"{where} says {key} = {value}, but the printed counts are those of {values.pop()}"
-                )
-        return found
+            if value not in values and len(values) == 1:
+                setting, counted = self.settings[key], f"the printed counts are those of {values.pop()}"
+                given = f"{key} = {value} is taken as given ({setting.where}), though {counted}"
+                said_so = f"{setting.where} says {key} = {value}, but {counted}"
+                self.contradictions.append(given if setting.how == "given" else said_so)
 
     def _settle(self, found: shapes.Solution, said: dict[str, Any]) -> None:
         evidence = _evidence(self.run.printed)
         why = f"the only usual shape with {evidence}" if found.odder else f"the only shape with {evidence}"
         for key in _SHAPE:
             values = {getattr(shape, key) for shape in found.shapes}
-            if len(values) == 1 and said.get(key) not in values:
+            given = key in self.settings and self.settings[key].how == "given"
+            if len(values) == 1 and said.get(key) not in values and not given:
                 self.put(key, values.pop(), "inferred", why)
         if len(found.shapes) > 1:
             self.ambiguous = [msgspec.to_builtins(shape) for shape in found.shapes[:_SHOWN]]
@@ -170,6 +203,8 @@ class _Work:
         """batch × accumulation × block = tokens a step: two of them give the third."""
         tokens = self.run.printed.tokens_per_step
         if tokens is None:
+            if self.echoed:
+                self._put_defaults(_BATCH)
             return
         known = {key: value for key in _BATCH if (value := self.whole(key)) is not None}
         product = 1
@@ -179,9 +214,12 @@ class _Work:
         if tokens % product:
             workers = self.whole("world_size") or 1
             self.contradictions.append(f"{tokens:,} tokens a step are no multiple of {known} (workers: {workers})")
+        elif not missing and tokens != product:
+            given = " × ".join(f"{key} {value:,}" for key, value in known.items())
+            self.contradictions.append(f"{given} = {product:,} tokens a step, but the log prints {tokens:,}")
         elif len(missing) == 1:
             self.put(missing[0], tokens // product, "inferred", f"{tokens:,} tokens a step leave only this")
-        elif missing and self.echoed and "block_size" in known:
+        elif missing and self.headed and "block_size" in known:
             self._batch_by_default(tokens, product, missing)
 
     def _batch_by_default(self, tokens: int, product: int, missing: list[str]) -> None:
@@ -205,8 +243,12 @@ class _Work:
         if "n_head" in self.settings or width is None:
             return
         default = keys()["n_head"].default
-        if self.echoed and self.settings["n_embd"].how in ("read", "default") and width % int(default or 1) == 0:
-            self.put("n_head", default, "default", "nanoGPT's default: the log sets no other")
+        if (
+            self.echoed
+            and self.settings["n_embd"].how in ("read", "given", "default")
+            and width % int(default or 1) == 0
+        ):
+            self.put("n_head", default, "default", DEFAULT)
             return
         heads = width // HEAD_WIDTH if width % HEAD_WIDTH == 0 else 1
         self.put("n_head", heads, "assumed", f"heads of {HEAD_WIDTH}, as usual: no printed count depends on it")
@@ -214,9 +256,15 @@ class _Work:
     def defaults(self) -> None:
         """Keys that nanoGPT would have echoed had they been set."""
         if self.echoed:
-            for name, key in keys().items():
-                if name not in self.settings and name not in (*_SHAPE, *_BATCH, "n_head") and key.whose == "nanogpt":
-                    self.put(name, key.default, "default", "nanoGPT's default: the log sets no other")
+            worked_out = (*_SHAPE, *_BATCH, "n_head")
+            self._put_defaults(
+                [name for name, key in keys().items() if name not in worked_out and key.whose == "nanogpt"]
+            )
+
+    def _put_defaults(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.settings:
+                self.put(name, keys()[name].default, "default", DEFAULT)
 
     def config(self) -> LoadedConfig | None:
         needed = (*_SHAPE, *_BATCH, "n_head")

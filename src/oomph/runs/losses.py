@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from oomph.runs.measured import Measured
 At = Literal["step", "tokens", "flops", "hours"]
 Points = list[tuple[float, float]]
 
+NEIGHBOURS = 10  # steps on either side over which a training loss is smoothed
 AXES: tuple[At, ...] = ("step", "tokens", "flops", "hours")
 MOST_POINTS = 12
 # A validation estimate over 20 batches of 12 × 64 characters was measured to vary by 0.017 from one draw to the next
@@ -47,6 +49,13 @@ def val_noise(run: Measured) -> float | None:
             return None
         tokens *= size
     return math.hypot(TOKEN_NOISE / math.sqrt(tokens), PRINTED)
+
+
+def noise(run: Measured, kind: str) -> float | None:
+    """Standard deviation of one loss of that kind: of an evaluation, or of one step's batch."""
+    if kind == "val":
+        return val_noise(run)
+    return math.hypot(TOKEN_NOISE / math.sqrt(run.tokens_per_step), PRINTED) if run.tokens_per_step else None
 
 
 def kind_for(runs: Sequence[Measured]) -> Literal["val", "train"]:
@@ -89,6 +98,31 @@ def at_axis(runs: Sequence[Measured], at: At, kind: Literal["val", "train"]) -> 
     places = sorted({x for points in placed for x, _ in points if low - slack <= x <= high + slack})
     shared = [x for x in places if all(_has(points, x) for points in placed)]
     return Losses(at, kind, [_point(placed, x) for x in _spread(shared or places)])
+
+
+def by_steps(runs: Sequence[Measured], at: At) -> Losses:
+    """Training losses of the steps, smoothed, at the same places: for runs whose evaluations nowhere overlap."""
+    scales = [scale(run, at) for run in runs]
+    curves = [_smoothed([(x, y) for x, y in run.run.steps.curve("loss") if x > 0]) for run in runs]
+    if any(not each for each in scales) or any(len(points) < 2 * NEIGHBOURS for points in curves):
+        return Losses(at, "train", [])
+    placed = [[(x * (each or 1.0), y) for x, y in points] for each, points in zip(scales, curves, strict=True)]
+    low, high = max(points[0][0] for points in placed), min(points[-1][0] for points in placed)
+    if low >= high:
+        return Losses(at, "train", [])
+    places = [low * (high / low) ** (index / (MOST_POINTS - 1)) for index in range(MOST_POINTS - 1)]
+    return Losses(at, "train", [_point(placed, x) for x in (*places, high)])
+
+
+def _smoothed(points: Points) -> Points:
+    """The median of each point and its neighbours, as many on one side as on the other."""
+    values = [y for _, y in points]
+    last = len(points) - 1
+    found = []
+    for index, (x, _) in enumerate(points):
+        reach = min(NEIGHBOURS, index, last - index)
+        found.append((x, median(values[index - reach : index + reach + 1])))
+    return found
 
 
 def _point(placed: Sequence[Points], x: float) -> Point:

@@ -175,6 +175,11 @@ class Run(msgspec.Struct, kw_only=True):
         lasts = [series.totals["step"].high for series in (self.steps, self.evals) if series.count]
         return int(max(lasts)) if lasts else None
 
+    @property
+    def steps_done(self) -> int:
+        """How many steps were made: they are counted from 0."""
+        return (self.last_step or 0) + (1 if self.steps.count else 0)
+
     def to_dict(self) -> dict[str, Any]:
         """The run as plain values for JSON."""
         plain: dict[str, Any] = {

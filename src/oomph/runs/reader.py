@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
-from oomph.errors import InputError, Problem
+from oomph.errors import InputError, Problem, nearest
 from oomph.runs import columns, metrics, nanogpt, oom, settings, smi, step_lines
 from oomph.runs.builder import Builder, Columnar
 from oomph.runs.lines import pieces
@@ -59,6 +59,8 @@ def read(*sources: Readable, name: str | None = None, overrides: Sequence[Overri
             _read_source(builder, source)
         except InputError as error:
             problems.extend(error.problems)
+        except FileNotFoundError:
+            problems.append(_absent(Path(str(source))))
         except OSError as error:
             problems.append(Problem(str(source), "cannot be read", error.strerror or type(error).__name__))
     try:
@@ -68,6 +70,21 @@ def read(*sources: Readable, name: str | None = None, overrides: Sequence[Overri
     if problems:
         raise InputError(problems)
     return _finish(builder)
+
+
+def _absent(path: Path) -> Problem:
+    """A file that is not there, and the one beside it that may be meant."""
+    try:
+        beside = {entry.name: str(path.parent / entry.name) for entry in path.parent.iterdir()}
+    except OSError:
+        beside = {}
+    close = nearest(path.name, list(beside))
+    return Problem(
+        str(path),
+        "cannot be read: no such file",
+        allowed="a log, an error message, a config, a snapshot, a run's folder, or - for standard input",
+        nearest=beside[close] if close is not None else None,
+    )
 
 
 def read_text(text: str, name: str = "text") -> Run:

@@ -30,6 +30,8 @@ def assignment(builder: Builder, line: str) -> None:
         value = _value(builder, text)
     if value is None or not builder.setting(key, value):
         builder.cannot_read(f"a value of {key}", line)
+    elif line.lstrip().startswith("Overriding: "):
+        builder.event("config", line)
 
 
 def _value(builder: Builder, text: str) -> object:
@@ -64,6 +66,7 @@ def command(builder: Builder, line: str) -> None:
     """The command that started the run: `python train.py config/x.py --batch_size=8`."""
     if "train.py " not in line and "base_train " not in line:
         return
+    builder.event("config", line)
     for name, text in _ARGUMENT.findall(line):
         key = name.replace("-", "_")
         if key in keys() and not builder.setting(key, parse_text(keys()[key], text)):

@@ -207,6 +207,28 @@ def _count(shape: Shape) -> int:
     return shape.vocab_size * shape.n_embd + blocks + vectors(shape.n_layer, shape.bias) * shape.n_embd
 
 
+def disagreements(shape: Shape, printed: Printed) -> list[tuple[str, str]]:
+    """The counts that such a model would not print: what it has, and what was printed."""
+    found = []
+    count = _count(shape)
+    if printed.params is not None and abs(count - printed.params) > printed.params_slack:
+        found.append((f"{count / 1e6:.2f} M parameters", f"{printed.params / 1e6:.2f} M"))
+    decayed = (shape.vocab_size + shape.block_size) * shape.n_embd + 12 * shape.n_layer * shape.n_embd**2
+    others = vectors(shape.n_layer, shape.bias) * shape.n_embd
+    for name, ours, theirs in (
+        ("decayed tensors", 2 + 4 * shape.n_layer, printed.decay_tensors),
+        ("decayed parameters", decayed, printed.decay_params),
+        ("tensors without decay", (8 if shape.bias else 2) * shape.n_layer + 1 + shape.bias, printed.no_decay_tensors),
+        ("parameters without decay", others, printed.no_decay_params),
+    ):
+        if theirs is not None and ours != theirs:
+            found.append((f"{ours:,} {name}", f"{theirs:,}"))
+    tokens = printed.tokens_per_step
+    if tokens is not None and tokens % shape.block_size:
+        found.append((f"sequences of {shape.block_size:,}", f"{tokens:,} tokens a step, no multiple of it"))
+    return found
+
+
 def _has_flops(shape: Shape, flops_per_token: float) -> bool:
     flops = 6 * _count(shape) + 12 * shape.n_layer * shape.n_embd * shape.block_size
     return abs(flops - flops_per_token) <= FLOPS_SLACK * flops_per_token

@@ -9,10 +9,10 @@ import msgspec
 
 from oomph.runs import losses
 from oomph.runs.findings import tflops
-from oomph.runs.forecast import FARTHEST, Forecast, forecast
+from oomph.runs.forecast import FARTHEST, LEAST_POINTS, Forecast, forecast
 from oomph.runs.losses import At, Losses
 from oomph.runs.measured import Measured
-from oomph.units import count
+from oomph.units import count, duration
 
 CLEAR = 0.01  # speeds closer than this are equal
 SIGMAS = 2.0  # losses closer than so many standard deviations are equal
@@ -105,27 +105,32 @@ def _quality(runs: Sequence[Measured], goal: str, same: Losses) -> Verdict:
         return _without_overlap(runs, goal, same)
     point = same.points[-1]
     where = f"at {_amount(same.at, point.x)}"
-    return _lowest(runs, goal, point.values, f"{same.kind} loss {where}", interpolated=point.how == "interpolated")
+    found = _lowest(runs, goal, point.values, f"{same.kind} loss {where}", same.kind, point.how == "interpolated")
+    if same.kind == "train" and losses.kind_for(runs) == "val":
+        why = "the evaluations nowhere overlap here, so these are the steps' own losses"
+        return msgspec.structs.replace(found, reason=f"{found.reason}; {why}")
+    return found
 
 
 def _lowest(
-    runs: Sequence[Measured], goal: str, values: Sequence[float], what: str, interpolated: bool = False
+    runs: Sequence[Measured], goal: str, values: Sequence[float], what: str, kind: str = "val", between: bool = False
 ) -> Verdict:
     ranked = sorted(
-        zip(values, (run.name for run in runs), (losses.val_noise(run) for run in runs), strict=True),
+        zip(values, (run.name for run in runs), (losses.noise(run, kind) for run in runs), strict=True),
         key=lambda entry: entry[0],
     )
     margin = ranked[1][0] - ranked[0][0]
     shown = _against([f"{run.name} {value:.4f}" for run, value in zip(runs, values, strict=True)])
-    reason = f"{what}: {shown}" + (", interpolated between evaluations" if interpolated else "")
+    one = "evaluation" if kind == "val" else "step"
+    reason = f"{what}: {shown}" + (f", interpolated between {one}s" if between else "")
     noises = [ranked[0][2], ranked[1][2]]
     if None in noises:
-        reason += "; how noisy an evaluation is cannot be told: its size is not known"
+        reason += f"; how noisy one {one} is cannot be told: its size is not known"
         clear = margin > SIGMAS * 0.017
     else:
         spread = math.hypot(*(noise or 0.0 for noise in noises))
         clear = margin > SIGMAS * spread
-        reason += f"; the evaluations' noise is {spread:.4f}, and another seed moves a run by more"
+        reason += f"; the {one}s' noise is {spread:.4f}, and another seed moves a run by more"
     return Verdict(goal, ranked[0][1] if clear else None, margin, "nats", reason if clear else f"{reason}: a draw")
 
 
@@ -145,8 +150,8 @@ def _without_overlap(runs: Sequence[Measured], goal: str, same: Losses) -> Verdi
         return _extrapolated(runs, goal, same.at, placed) or Verdict(
             goal, None, None, "nats", f"the logs do not overlap: {shown}"
         )
-    margin = min(y for index, (y, _) in enumerate(lowest) if index != leader) - lowest[leader][0]
-    return Verdict(goal, runs[leader].name, margin, "nats", f"lower and sooner: {shown}")
+    # By how much is not known: the losses are of different places.
+    return Verdict(goal, runs[leader].name, None, "nats", f"lower and sooner: {shown}")
 
 
 def _extrapolated(runs: Sequence[Measured], goal: str, at: At, placed: Sequence[losses.Points]) -> Verdict | None:
@@ -197,7 +202,7 @@ def _finished(run: Measured) -> bool:
 
 def _progress(run: Measured) -> str:
     planned = run.value("max_iters")
-    return f"step {run.run.last_step or 0:,}" + (f" of {planned:,}" if type(planned) is int else "")
+    return f"{run.run.steps_done:,}" + (f" of {planned:,} steps" if type(planned) is int else " steps")
 
 
 def expected_end(run: Measured) -> Forecast | None:
@@ -210,9 +215,25 @@ def expected_end(run: Measured) -> Forecast | None:
     return forecast(points, end, float(warm_up) if type(warm_up) is int else 0.0)
 
 
+def why_no_forecast(run: Measured) -> str | None:
+    """What an unfinished run's log lacks to foretell its end; None where it is foretold, or is over."""
+    points, planned, warm_up = losses.curve(run, "val"), run.value("max_iters"), run.value("warmup_iters")
+    if expected_end(run) is not None or (points and type(planned) is int and planned <= points[-1][0]):
+        return None
+    if type(planned) is not int:
+        return "max_iters is not known"
+    skip = warm_up if type(warm_up) is int else 0
+    usable = sum(x > skip for x, _ in points)
+    if usable < LEAST_POINTS:
+        after = f" after the {skip:,} steps of warm-up" if skip else ""
+        counted = "1 validation loss" if usable == 1 else f"{usable} validation losses"
+        return f"{counted}{after}, and a curve needs {LEAST_POINTS}"
+    return "its validation losses do not fall along a curve"
+
+
 def _amount(at: At, x: float) -> str:
     if at == "hours":
-        return f"{x:.2f} h"
+        return f"{x:.2f} h" if x >= 0.1 else duration(3600 * x)
     if at == "flops":
         return f"{x:.2e} FLOP"
     return f"{count(x)} {_UNITS[at]}"
