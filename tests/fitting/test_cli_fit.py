@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from oomph.fitting import Fit
 from oomph.fitting.patch import LINES
 from oomph.report.fit_markdown import fit_to_markdown
 from oomph.report.fit_summary import summarise_fit
-from oomph.report.fit_terminal import print_fit
+from oomph.report.fit_terminal import fit_to_text
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = re.findall(r"^\$ oomph fit (.*)$", (ROOT / "docs" / "fit.md").read_text(), flags=re.MULTILINE)
@@ -35,9 +36,7 @@ def test_the_report_keeps_to_the_width_and_opens_with_the_verdict(
     run_d: Fit, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    out = io.StringIO()
-    print_fit(summarise_fit(run_d), out)
-    lines = out.getvalue().splitlines()
+    lines = fit_to_text(summarise_fit(run_d)).splitlines()
     assert lines[0].startswith("✓ Yes, with a change")
     assert max(map(len, lines)) <= columns
     table = "\n".join(lines)
@@ -89,6 +88,28 @@ def test_another_option_is_written_by_its_number(capsys: pytest.CaptureFixture[s
     _, out, _ = run(capsys, *SMALL, "--gpu", "RTX 4070", "--json", "--write", str(target), "--option", "2")
     wanted = json.loads(out)["options"][1]
     assert oomph.plan(target, "RTX 4070").config.batch_size == wanted["batch_size"]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "missing/x.py", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "fit", lambda *_, **__: pytest.fail("searched first"))
+    with pytest.raises(InputError):
+        command.run([*SMALL, "--gpu", "RTX 4070", "--write", name])
+
+
+@pytest.mark.parametrize("form", ["--json", "--markdown", "--gpu_watts=200"])
+def test_a_reader_who_leaves_does_not_change_the_exit_code(form: str) -> None:
+    card = ["--gpu_mib=4000", "--gpu_tflops=20", "--gpu_gbs=300"]
+    arguments = [sys.executable, "-m", "oomph", "fit", *SMALL, *card, form]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert (process.returncode, said) == (0, b"")
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,14 @@ import msgspec
 import pytest
 
 import oomph
+from oomph import config as configs
 from oomph import devices
+from oomph.devices import find
 from oomph.fitting import Fit, Option, fit
 from oomph.fitting.answer import WORTH_A_CHANGE
 from oomph.fitting.cards import which_cards
 from oomph.fitting.result import KINDS
+from oomph.fitting.space import MOST_CHUNKS, candidates, programs
 
 HISTORY = {
     "n_layer": 12, "n_head": 12, "block_size": 1024, "batch_size": 16, "gradient_accumulation_steps": 32,
@@ -182,3 +185,58 @@ def test_which_card_would_do_names_the_smallest_and_simulates_each() -> None:
     assert all(card.plan.memory.fits for card in found.fitting)
     assert found.fitting[0].device.usable_mib == min(card.device.usable_mib for card in found.fitting)
     assert found.fitting[0].device.name in found.verdict
+
+
+def test_a_change_of_the_arithmetic_is_searched_too_and_the_star_is_its_fastest() -> None:
+    config = {
+        "n_layer": 6, "n_embd": 1024, "n_head": 16, "vocab_size": 8192, "batch_size": 8, "block_size": 512,
+        "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    device = devices.custom("small", mib=1750, tflops=20.0, gbs=300.0, watts=None)
+    found = fit(config, device)
+    best = found.chosen
+    assert best is not None
+    assert (best.kind, best.plan.config.optimizer, best.plan.config.autocast) == ("nearly", "adamw8bit", True)
+    size, steps = best.plan.config.batch_size, best.plan.config.gradient_accumulation_steps
+    leanest = msgspec.structs.replace(
+        best.plan.config, batch_size=1, gradient_accumulation_steps=size * steps, checkpoint_layers=6, compile=False
+    )
+    other = oomph.plan(leanest, device)
+    assert other.time is not None
+    assert (best.tokens_per_s or 0) > other.time.tokens_per_s
+
+
+def test_the_safest_fits_even_where_the_prediction_misses(run_d: Fit) -> None:
+    assert run_d.safest is not None
+    memory = run_d.options[run_d.safest].plan.memory
+    assert memory.high_mib <= (memory.capacity_mib or 0)
+
+
+def test_where_no_setting_of_the_program_is_safe_the_report_says_so_and_names_the_roomiest_elsewhere() -> None:
+    config = SMALL_RUN | {"batch_size": 1, "gradient_accumulation_steps": 4}
+    roomy = devices.custom("tight", mib=4000, tflops=20.0, gbs=300.0, watts=None)
+    need = oomph.plan(config | {"expandable_segments": True}, roomy).memory.total_mib
+    found = fit(config, msgspec.structs.replace(roomy, usable_mib=int(need) + 12))
+    assert found.chosen is not None
+    assert found.chosen.trainer == "nanogpt"
+    assert not any(
+        option.plan.memory.high_mib <= (option.plan.memory.capacity_mib or 0)
+        for option in found.options
+        if option.trainer == "nanogpt" and not option.patched and option.kind == "same"
+    )
+    assert found.safest is None
+    assert any("no setting of nanoGPT is safe" in sentence for sentence in found.why)
+    assert not any("safest" in option.reason for option in found.options)
+
+
+def test_an_effective_batch_with_a_large_prime_in_it_asks_for_no_endless_simulation() -> None:
+    program = programs(configs.as_loaded(SMALL_RUN | {"gradient_accumulation_steps": 1_000_003}), find("RTX 4070"))
+    for config in candidates(program["oomph"]):
+        chunks = config.batch_size * config.block_size / config.loss_chunk if config.loss_chunk else 1
+        assert chunks <= MOST_CHUNKS or config.batch_size <= 16
+
+
+def test_without_a_model_the_cards_are_told_for_the_default_one_and_the_answer_says_so() -> None:
+    cards = [oomph.find_gpu("RTX 3090")]
+    assert "nanoGPT's default: 12 layers × 768" in which_cards(None, cards=cards, tokens=1e9).verdict
+    assert "default" not in which_cards(SMALL_RUN, cards=cards).verdict

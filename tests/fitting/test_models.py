@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oomph
+from oomph import devices
 from oomph.fitting import fit, shapes
 from oomph.fitting.shapes import Shape
+from oomph.report.fit_markdown import fit_to_markdown
+from oomph.report.fit_summary import summarise_fit
 
 HISTORY = {
     "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 16,
@@ -111,3 +114,36 @@ def test_a_proposal_plans_the_same_on_its_own() -> None:
     assert found.chosen is not None
     again = oomph.plan(found.chosen.plan.config, "RTX 4070")
     assert again.memory.total_mib == found.chosen.plan.memory.total_mib
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hours", "said"),
+    [(1, None, "1 token is too few"), (1e12, 0.5, "takes longer"), (1e6, 5, "tokens are too few")],
+)
+def test_a_refusal_names_the_limit_that_failed(tokens: float, hours: float | None, said: str) -> None:
+    found = fit(None, "RTX 4070", tokens=tokens, hours=hours)
+    assert found.best is None
+    assert said in found.verdict
+
+
+def test_a_card_too_small_for_any_model_is_told_by_its_memory() -> None:
+    tiny = devices.custom("tiny", mib=450, tflops=20.0, gbs=300.0, watts=None)
+    assert "does not fit" in fit(None, tiny, hours=5).verdict
+
+
+def test_one_command_answers_which_widths_of_12_layers_run_at_16_by_1024_on_12_gb() -> None:
+    found = fit(HISTORY, "RTX 4070", largest=True)
+    widest = next(option for option in found.options if option.name == "the widest of 12 layers at 16 × 32 as asked")
+    assert (widest.plan.config.n_layer, widest.plan.config.batch_size) == (12, 16)
+    for width, heads in ((384, 6), (504, 12), (512, 8), (576, 9), (704, 11), (768, 12)):
+        tried = oomph.plan(HISTORY | {"n_embd": width, "n_head": heads}, "RTX 4070").memory
+        assert tried.fits is (width <= widest.plan.config.n_embd)
+
+
+def test_the_largest_is_called_the_largest_only_of_its_proportions() -> None:
+    found = fit(HISTORY, "RTX 4070", largest=True, hours=20)
+    assert found.chosen is not None
+    assert found.verdict.startswith("The largest model in GPT-2's proportions")
+    most = max(found.options, key=lambda option: option.plan.model.params_nanogpt)
+    assert most is found.chosen or any("more parameters, in other proportions" in sentence for sentence in found.why)
+    assert "1 layers" not in fit_to_markdown(summarise_fit(found))

@@ -183,3 +183,63 @@ def test_a_value_is_set_where_it_stands_and_the_rest_is_kept(value: int, toml: b
     assert lines[1].startswith(f"batch_size = {value}")
     assert lines[1].endswith(comment.strip())
     assert lines[2] == "n_layer = 3"
+
+
+SHAPE = "n_embd = 256\nn_head = 4\nn_layer = 2\ngradient_accumulation_steps = 2\n"
+
+
+def halved(source: Path) -> bytes:
+    """What is written over the file for half of its micro-batch."""
+    found = fit(source, "RTX 4070")
+    option = next(each for each in found.options if each.name == "half the micro-batch")
+    write_config(source, found, option)
+    assert oomph.plan(source, "RTX 4070").config == option.plan.config
+    return source.read_bytes()
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("name", ["run.py", "run.toml"])
+def test_line_ends_and_a_byte_order_mark_are_kept(tmp_path: Path, name: str, mark: bytes) -> None:
+    source = tmp_path / name
+    before = mark + f"{SHAPE}batch_size = 32\n".replace("\n", "\r\n").encode()
+    source.write_bytes(before)
+    wanted = before.replace(b"batch_size = 32", b"batch_size = 16").replace(b"steps = 2", b"steps = 4")
+    assert halved(source) == wanted
+
+
+@pytest.mark.parametrize("odd", ["\f", "\u2028", "\x85", "\x1c"])
+def test_letters_that_only_look_like_line_ends_do_no_harm(tmp_path: Path, odd: str) -> None:
+    source = tmp_path / "run.py"
+    head = f"# a{odd}b\n" + ("\f\n" if odd == "\f" else "")
+    source.write_text(f"{head}{SHAPE}batch_size = 32  # 32 * 2 = 64\n", encoding="utf-8")
+    text = halved(source).decode()
+    assert text.startswith(head + SHAPE.replace("steps = 2", "steps = 4"))
+    assert text.endswith("batch_size = 16  # 16 * 4 = 64\n")
+
+
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_a_quoted_key_of_a_toml_file_is_changed_where_it_stands(tmp_path: Path, quote: str) -> None:
+    source = tmp_path / "run.toml"
+    source.write_text(f"{SHAPE}{quote}batch_size{quote} = 32\n")
+    assert halved(source).decode().endswith(f"steps = 4\n{quote}batch_size{quote} = 16\n")
+
+
+def test_another_option_is_written_under_its_own_name_and_oomph_needs_no_patch(run_d: Fit, tmp_path: Path) -> None:
+    target = tmp_path / "other.toml"
+    option = next(each for each in run_d.options if each.trainer == "oomph" and each is not run_d.chosen)
+    write_config(target, run_d, option)
+    text = target.read_text()
+    assert text.startswith(f"# Option {run_d.options.index(option) + 1} of oomph fit")
+    assert "patch" not in text
+
+
+def test_an_error_names_the_users_file_and_no_temporary_one(tmp_path: Path) -> None:
+    source = tmp_path / "run.toml"
+    source.write_text(f"{SHAPE}batch_size = 32\n")
+    found = fit(source, "RTX 4070")
+    source.write_text(f"{SHAPE}batch_size = 32\nbatch_sise = 3\n")  # somebody edits it meanwhile
+    assert found.chosen is not None
+    with pytest.raises(InputError) as error:
+        write_config(source, found, found.chosen)
+    assert ".oomph-" not in str(error.value)
+    assert "run.toml" in str(error.value)

@@ -16,8 +16,8 @@ from oomph.fitting.nearest import nearest_rows
 from oomph.fitting.propose import grow, propose
 from oomph.fitting.result import KINDS, Fit, Kind, Option, Value
 from oomph.fitting.rows import Row
-from oomph.fitting.search import Searcher
-from oomph.fitting.space import Program, candidates, changes_between, programs, with_changes
+from oomph.fitting.search import Searcher, is_safe
+from oomph.fitting.space import Program, candidates, changes_between, programs, variant, with_changes
 from oomph.planner import Plan, choose_device, tokens_per_step
 
 NEARLY_AS_FAST = 0.05  # the safest option gives up at most this share of the best one's speed
@@ -94,12 +94,14 @@ class _Fitting:
         fastest = {key: self.search(program) for key, program in self.programs.items()}
         for row in rows.nearly_rows(self.programs, self.asked, self.searcher.device.has_bf16):
             self.add(row)
+            self.search_nearly(row)
         for row in rows.different_rows(self.programs[self.asked]):
             self.add(row)
         if not any(fastest.values()):
             for row in nearest_rows(self.programs["oomph"], self.searcher):
                 self.add(row)
-        options = sorted(self.found.values(), key=_rank)
+        self._make_room()
+        options = self._ranked()
         best = self._best(options)
         safest = self._safest(options, best)
         options = [verdict.with_reason(option, options, best, safest, self.hours) for option in options]
@@ -126,8 +128,11 @@ class _Fitting:
             saved_mib = self.now.memory.total_mib - plan.memory.total_mib
             self.found[plan.config] = Option(name, changes, kind, plan, saved_mib, effect, "")
 
+    def _ranked(self) -> list[Option]:
+        return sorted(self.found.values(), key=_rank)
+
     def search(self, program: Program) -> bool:
-        """The fastest of a program's settings and the roomiest of those nearly as fast; False where nothing fits."""
+        """The fastest of a program's settings; where nothing fits, the leanest, and False."""
         every = list(candidates(program))
         self.evaluated += len(every)
         fastest = self.searcher.fastest(program.loaded, every)
@@ -139,12 +144,52 @@ class _Fitting:
                 self._keep("the leanest setting", leanest, "same", rows.SAME)
             return False
         self._keep("the fastest that fits", fastest, "same", rows.SAME)
-        if fastest.time is not None and program.key == self.asked:
-            slowest_s = fastest.time.step_ms / 1e3 * (1 + NEARLY_AS_FAST)
-            roomiest = self.searcher.roomiest(program.loaded, every, slowest_s)
-            if roomiest is not None:
-                self._keep("the most room", roomiest, "same", rows.SAME)
         return True
+
+    def search_nearly(self, row: Row) -> None:
+        """What a change of the arithmetic allows at best: every batch, checkpoint and chunk searched with it."""
+        program = variant(self.programs[row.program], row.changes, self.searcher.device)
+        every = list(candidates(program))
+        self.evaluated += len(every)
+        fastest = self.searcher.fastest(program.loaded, every)
+        if fastest is not None:
+            self._keep(f"{row.name}, the fastest that fits", fastest, row.kind, row.effect)
+
+    def _make_room(self) -> None:
+        """Beside the best option, those that leave more room: nearly as fast, or as fast as a sure margin allows. Where
+        the best one's program has no setting with such a margin, the other programs are asked for theirs."""
+        options = self._ranked()
+        best = self._best(options)
+        if best is None or options[best].kind == "different":
+            return
+        chosen = options[best]
+        own = self._program_behind(chosen)
+        if chosen.plan.time is not None:
+            slowest_s = chosen.plan.time.step_ms / 1e3 * (1 + NEARLY_AS_FAST)
+            roomiest = self.searcher.roomiest(own.loaded, candidates(own), slowest_s)
+            if roomiest is not None:
+                self._keep("the most room", roomiest, chosen.kind, chosen.effect)
+        options = self._ranked()
+        if self._safest(options, self._best(options)) is not None or self._keep_safe(own, chosen):
+            return
+        for key, program in self.programs.items():
+            if key != program_of(chosen):
+                self._keep_safe(program, None)
+
+    def _keep_safe(self, program: Program, like: Option | None) -> bool:
+        """The fastest setting of a program with a sure margin, of the same kind and effect; False where it has none."""
+        safe = self.searcher.fastest(program.loaded, candidates(program), safe=True)
+        if safe is not None:
+            kind, effect = (like.kind, like.effect) if like is not None else ("same", rows.SAME)
+            self._keep("the fastest with a sure margin", safe, kind, effect)
+        return safe is not None
+
+    def _program_behind(self, option: Option) -> Program:
+        """The program that runs the option, with what the option changes of the arithmetic."""
+        program, config = self.programs[program_of(option)], option.plan.config
+        if option.kind == "same":
+            return program
+        return variant(program, {name: getattr(config, name) for name in rows.ARITHMETIC}, self.searcher.device)
 
     def _best(self, options: list[Option]) -> int | None:
         """The fastest that fits, is in time and runs under the program asked for; else the next best program, then
@@ -153,14 +198,16 @@ class _Fitting:
         if not fitting:
             return None
         same = [index for index in fitting if options[index].kind == "same"]  # late, it is still what was asked for
-        in_time = [index for index in same if self._in_time(options[index])] or same or fitting
+        late = same or fitting
+        in_time = [index for index in late if self._in_time(options[index])] or late
         preferred = [self.asked, *(key for key in ("nanogpt", "patched", "oomph") if key != self.asked)]
         places = {key: place for place, key in enumerate(preferred)}
 
-        def order(index: int) -> tuple[bool, int, int, float]:
+        def order(index: int) -> tuple[bool, int, bool, int, float]:
             option = options[index]
             retries, place = option.plan.memory.retries > 0, places[program_of(option)]
-            return retries, KINDS.index(option.kind), place, -(option.tokens_per_s or 0.0)
+            coarser = self.now.config.autocast and not option.plan.config.autocast  # known to end at a worse loss
+            return retries, KINDS.index(option.kind), coarser, place, -(option.tokens_per_s or 0.0)
 
         best = min(in_time, key=order)
         unchanged = next((index for index in in_time if not options[index].changes), None)
@@ -174,24 +221,32 @@ class _Fitting:
         return self.hours is None or (option.hours is not None and option.hours <= self.hours)
 
     def _safest(self, options: list[Option], best: int | None) -> int | None:
-        """The most room among those of the best one's program and kind that are nearly as fast."""
+        """Of those of the best one's program and kind that fit even where the prediction misses: the most room among
+        those nearly as fast, else the fastest; None where there is none."""
         if best is None:
             return None
         chosen = options[best]
         enough = (chosen.tokens_per_s or 0.0) / (1 + NEARLY_AS_FAST)
-        alike = [
+        safe = [
             index
             for index, option in enumerate(options)
-            if option.fits
-            and (option.kind, program_of(option)) == (chosen.kind, program_of(chosen))
-            and (option.tokens_per_s or 0.0) >= enough
+            if option.fits and is_safe(option.plan) and _training(option) == _training(chosen)
         ]
-        return max(alike, key=lambda index: options[index].plan.memory.headroom_mib or 0.0)
+        quick = [index for index in safe if (options[index].tokens_per_s or 0.0) >= enough]
+        if quick:
+            return max(quick, key=lambda index: options[index].plan.memory.headroom_mib or 0.0)
+        return max(safe, key=lambda index: options[index].tokens_per_s or 0.0, default=None)
 
 
 def program_of(option: Option) -> str:
     """The key of the program that runs an option."""
     return "patched" if option.patched else option.trainer
+
+
+def _training(option: Option) -> tuple[str, ...]:
+    """What options have in common that differ in their speed and room alone."""
+    config = option.plan.config
+    return option.kind, program_of(option), *(str(getattr(config, name)) for name in rows.ARITHMETIC)
 
 
 def _is_patched(program: Program, loaded: LoadedConfig) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device, all_devices
-from oomph.fitting.answer import collecting_later, with_tokens
+from oomph.fitting.answer import collecting_later, names_a_model, with_tokens
 from oomph.fitting.search import Searcher
 from oomph.fitting.space import batches
 from oomph.planner import Plan
@@ -62,6 +62,17 @@ class Cards(msgspec.Struct, frozen=True):
     hours_limit: float | None
 
     @property
+    def assumed(self) -> str:
+        """What was taken for the model where nobody named one; else empty."""
+        if names_a_model(self.loaded):
+            return ""
+        config = self.loaded.config
+        return (
+            f"no model was named, so this is nanoGPT's default: {config.n_layer} layers × {config.n_embd}, "
+            f"{config.batch_size} × {config.gradient_accumulation_steps} sequences of {config.block_size}"
+        )
+
+    @property
     def fitting(self) -> tuple[CardOption, ...]:
         """Those that would do."""
         return tuple(card for card in self.cards if card.plan.memory.fits and card.in_time)
@@ -69,6 +80,9 @@ class Cards(msgspec.Struct, frozen=True):
     @property
     def verdict(self) -> str:
         """The answer on one line."""
+        return self._verdict() + (f"; {self.assumed}" if self.assumed else "")
+
+    def _verdict(self) -> str:
         limit = f" in {self.hours_limit:g} h" if self.hours_limit is not None else ""
         if not self.fitting:
             return f"No card that oomph knows trains this{limit} with its effective batch"

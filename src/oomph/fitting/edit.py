@@ -9,15 +9,17 @@ from oomph.config.keys import keys
 from oomph.fitting import comments
 from oomph.fitting.result import Value
 
-_ENTRY = re.compile(r"^(\s*)([A-Za-z0-9_]+)(\s*=\s*)")
+_ENTRY = re.compile(r"""^\s*(["']?)([A-Za-z0-9_]+)\1\s*=\s*""")
+_PYTHON_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # as Python's parser counts lines: not at form feeds
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")  # as its tokenizer and TOML do
 ADDED = "# Set by oomph fit:"
 
 
-def set_key(text: str, toml: bool, key: str, value: Value) -> str:
+def set_key(text: str, toml: bool, key: str, value: Value, trainer: str = "nanogpt") -> str:
     """The text with the key's value changed where it stands, or the key added at the end."""
     span = _toml_span(text, key) if toml else _python_span(text, key)
     if span is None:
-        return _append(text, key, value, toml)
+        return _append(text, entry(key, value, toml, trainer))
     return _put(text, span, _written(text[span[0] : span[1]], value, toml))
 
 
@@ -26,7 +28,7 @@ def restate(text: str, toml: bool, old: TrainConfig, new: TrainConfig) -> str:
     before, after = ({key: getattr(config, key) for key in comments.FACTORS} for config in (old, new))
     if before == after:
         return text
-    lines = text.splitlines(keepends=True)
+    lines = _LINE.findall(text)
     for number, column in _toml_comments(text) if toml else _python_comments(text):
         line = lines[number]
         lines[number] = line[:column] + comments.correct(line[column:], before, after)
@@ -42,14 +44,14 @@ def written(value: Value, toml: bool) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def entry(key: str, value: Value, toml: bool) -> str:
-    """A line of its own, with what the key means."""
+def entry(key: str, value: Value, toml: bool, trainer: str) -> str:
+    """A line of its own, with what the key means to the program that runs it."""
     known = keys()[key]
     ours = "" if toml or known.whose == "nanogpt" else "; oomph's key, which nanoGPT passes over"
     how = known.description
     if key == "expandable_segments" and value:
         how = "start the run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    if key == "return_logits" and not value:
+    if key == "return_logits" and not value and trainer == "nanogpt":
         how = "nanoGPT needs the two-line patch that oomph fit shows"
     return f"{key} = {written(value, toml)}  # {how}{ours}"
 
@@ -75,7 +77,7 @@ def _python_span(text: str, key: str) -> tuple[int, int] | None:
             found = node.value
     if found is None or found.end_lineno is None or found.end_col_offset is None:
         return None
-    lines = text.splitlines(keepends=True)
+    lines = _PYTHON_LINE.findall(text)
 
     def offset(line: int, column_bytes: int) -> int:
         ahead = lines[line - 1].encode()[:column_bytes].decode()  # ast counts bytes
@@ -86,7 +88,7 @@ def _python_span(text: str, key: str) -> tuple[int, int] | None:
 
 def _toml_span(text: str, key: str) -> tuple[int, int] | None:
     start = 0
-    for line in text.splitlines(keepends=True):
+    for line in _LINE.findall(text):
         match = _ENTRY.match(line)
         if match and match[2] == key:
             value = line[match.end() : _comment_at(line)].rstrip()
@@ -106,11 +108,11 @@ def _put(text: str, span: tuple[int, int], value: str) -> str:
     return text[:start] + value + after
 
 
-def _append(text: str, key: str, value: Value, toml: bool) -> str:
+def _append(text: str, line: str) -> str:
     if text and not text.endswith("\n"):
         text += "\n"
     head = "" if ADDED in text or not text else f"\n{ADDED}\n"
-    return f"{text}{head}{entry(key, value, toml)}\n"
+    return f"{text}{head}{line}\n"
 
 
 def _python_comments(text: str) -> list[tuple[int, int]]:
@@ -118,12 +120,12 @@ def _python_comments(text: str) -> list[tuple[int, int]]:
     import io
     import tokenize
 
-    found = tokenize.generate_tokens(io.StringIO(text).readline)
+    found = tokenize.generate_tokens(io.StringIO(text, newline="\n").readline)
     return [(token.start[0] - 1, token.start[1]) for token in found if token.type == tokenize.COMMENT]
 
 
 def _toml_comments(text: str) -> list[tuple[int, int]]:
-    lines = text.splitlines()
+    lines = _LINE.findall(text)
     return [(number, _comment_at(line)) for number, line in enumerate(lines) if _comment_at(line) < len(line)]
 
 

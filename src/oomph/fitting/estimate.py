@@ -1,4 +1,4 @@
-"""What a candidate takes, told from models of one and two layers: milliseconds where a full simulation takes tens.
+"""What a candidate takes, told from models of two and three layers: milliseconds where a full simulation takes tens.
 
 A step's time is a sum over blocks, so it is a straight line in the number of blocks and in how many of them are
 checkpointed. What is allocated at one moment is such a line too, and the peak is the largest of them: the line of any
@@ -19,7 +19,7 @@ from oomph.predict.memory import CUDA_ROUNDING_BYTES, find_peak
 from oomph.step import gpt
 from oomph.step.ops import Step
 
-SHALLOW = 1  # layers; one more, and one of those checkpointed, give the slopes
+SHALLOW = 2  # layers; one more, and one of those checkpointed, give the slopes
 NOMINAL_FLOPS_PER_S = 1e13  # ranks settings on a card whose rates nobody gave
 NOMINAL_LAUNCH_S = 1e-5
 
@@ -97,7 +97,7 @@ class Estimator:
 
 
 def _shallow(config: TrainConfig) -> tuple[TrainConfig, TrainConfig, TrainConfig]:
-    """One layer, two layers, and two of which one is checkpointed."""
+    """Two layers, three layers, and three of which one is checkpointed: the first block is not like the others."""
     return (
         replace(config, n_layer=SHALLOW, checkpoint_layers=0),
         replace(config, n_layer=SHALLOW + 1, checkpoint_layers=0),

@@ -15,11 +15,12 @@ from oomph.fitting import shapes
 from oomph.fitting.result import Option, Value
 from oomph.fitting.search import Searcher
 from oomph.fitting.shapes import Shape
-from oomph.fitting.space import batches, changes_between, with_changes
+from oomph.fitting.space import batches, changes_between, few_chunks, with_changes
 from oomph.planner import Plan
 from oomph.step.params import count_nanogpt
 
 WIDEST = 32_768  # a width no single card trains
+IN_PROPORTION = "the largest in GPT-2's proportions"
 NEARLY_ORDERED = 3  # sizes of a ladder are in order of their cost only nearly: so many more are looked at
 
 
@@ -34,8 +35,11 @@ class Limits:
 class Sizer:
     """Model sizes tried on one device, each at its fastest setting."""
 
-    def __init__(self, loaded: LoadedConfig, searcher: Searcher, limits: Limits, proposing: bool) -> None:
+    def __init__(
+        self, loaded: LoadedConfig, searcher: Searcher, limits: Limits, proposing: bool, as_asked: bool = False
+    ) -> None:
         self.loaded = loaded
+        self.as_asked = as_asked  # the micro-batch and all else stay as the config has them
         self.searcher = searcher
         self.limits = limits
         self.proposing = proposing
@@ -46,7 +50,8 @@ class Sizer:
         """The model of that shape at the fastest setting that fits; None where none does."""
         if shape not in self._plans:
             loaded = self.config(shape)
-            every = list(_settings(configs.settle(loaded, self.searcher.device).config))
+            settled = configs.settle(loaded, self.searcher.device).config
+            every = [settled] if self.as_asked else list(_settings(settled))
             self.evaluated += len(every)
             self._plans[shape] = self.searcher.fastest(loaded, every)
         return self._plans[shape]
@@ -97,26 +102,38 @@ class Sizer:
         low = max([low, *(place for place in near if self.will_do(sizes[place]))])
         return sizes[low] if low >= 0 else None
 
+    def last_planned(self, sizes: Sequence[Shape]) -> tuple[Shape, Plan] | None:
+        """The last that will do, with its plan."""
+        shape = self.last(sizes)
+        plan = self.plan(shape) if shape is not None else None
+        return (shape, plan) if shape is not None and plan is not None else None
+
 
 def _settings(base: TrainConfig) -> Iterator[TrainConfig]:
     """The settings a size is tried with: every micro-batch; for oomph also all blocks checkpointed."""
     layers = (base.checkpoint_layers, base.n_layer) if base.trainer == "oomph" else (base.checkpoint_layers,)
-    for (size, micro_steps), checkpointed in product(batches(base), dict.fromkeys(layers)):
+    sizes = [pair for pair in batches(base) if few_chunks(base, pair[0])]
+    for (size, micro_steps), checkpointed in product(sizes, dict.fromkeys(layers)):
         yield msgspec.structs.replace(
             base, batch_size=size, gradient_accumulation_steps=micro_steps, checkpoint_layers=checkpointed
         )
 
 
-def growing(sizer: Sizer) -> dict[str, Callable[[], Shape | None]]:
-    """The three ways to grow a config's model, by name."""
+def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[Shape, Plan] | None]]:
+    """The ways to grow a config's model, by name."""
     config = sizer.loaded.config
+    plain = Sizer(sizer.loaded, sizer.searcher, sizer.limits, sizer.proposing, as_asked=True)
+    batch = f"{config.batch_size} × {config.gradient_accumulation_steps}"
+    layers = f"{config.n_layer} layer{'s' * (config.n_layer != 1)}"
     widths = [Shape(config.n_layer, width) for width in range(shapes.HEAD_SIZE, WIDEST, shapes.HEAD_SIZE)]
     width = max(shapes.HEAD_SIZE, config.n_embd // shapes.HEAD_SIZE * shapes.HEAD_SIZE)
     depths = [Shape(layers, width) for layers in range(1, 1025)]
     return {
-        "the largest in GPT-2's proportions": lambda: sizer.last(shapes.ladder(config.vocab_size)),
-        f"the widest of {config.n_layer} layers": lambda: sizer.last(widths),
-        f"the deepest of width {width}": lambda: sizer.last(depths),
+        IN_PROPORTION: lambda: sizer.last_planned(shapes.ladder(config.vocab_size)),
+        f"the widest of {layers}": lambda: sizer.last_planned(widths),
+        f"the deepest of width {width}": lambda: sizer.last_planned(depths),
+        f"the widest of {layers} at {batch} as asked": lambda: plain.last_planned(widths),
+        f"the deepest of width {width} at {batch} as asked": lambda: plain.last_planned(depths),
     }
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from oomph.config import TrainConfig
 from oomph.devices import Device, all_devices
-from oomph.fitting.result import Kind, Value
+from oomph.fitting.result import Value
 from oomph.fitting.rows import Row, shallower
 from oomph.fitting.search import Searcher
 from oomph.fitting.shapes import HEAD_SIZE
@@ -16,26 +16,23 @@ from oomph.fitting.space import Program, candidates, changes_between
 
 
 def nearest_rows(program: Program, searcher: Searcher) -> Iterator[Row]:
-    """From the leanest setting: a smaller optimizer state, then the deepest and the widest model that fit."""
+    """From the leanest setting: the deepest and the widest model that fit."""
     leanest = searcher.roomiest(program.loaded, candidates(program))
     if leanest is None:
         return
     base = leanest.config
 
-    def row(name: str, changed: TrainConfig, kind: Kind, effect: str) -> Row:
-        return Row(name, program.key, _from(program, changed), kind, effect)
+    def row(name: str, changed: TrainConfig, effect: str) -> Row:
+        return Row(name, program.key, _from(program, changed), "different", effect)
 
-    light = msgspec.structs.replace(base, optimizer="adamw8bit")
-    if base.optimizer == "adamw":
-        yield row("8-bit Adam, leanest", light, "nearly", "Adam's moments in 8 bits, block by block")
     layers = _largest(base.n_layer - 1, lambda n: _with(base, shallower(base, n)), program, searcher)
     if layers:
         effect = f"a smaller model: {layers} layers of {base.n_layer}"
-        yield row("the deepest that fits", _with(base, shallower(base, layers)), "different", effect)
+        yield row("the deepest that fits", _with(base, shallower(base, layers)), effect)
     units = _largest((base.n_embd - 1) // HEAD_SIZE, lambda n: _with(base, _wide(n)), program, searcher)
     if units:
         effect = f"a smaller model: width {units * HEAD_SIZE} of {base.n_embd}"
-        yield row("the widest that fits", _with(base, _wide(units)), "different", effect)
+        yield row("the widest that fits", _with(base, _wide(units)), effect)
 
 
 def smallest_card(need_mib: float) -> Device | None:

@@ -8,9 +8,9 @@ import msgspec
 
 from oomph.config import LoadedConfig
 from oomph.fitting import shapes
-from oomph.fitting.largest import Limits, Sizer, as_option, growing
+from oomph.fitting.largest import IN_PROPORTION, Limits, Sizer, as_option, growing
 from oomph.fitting.result import Fit, Option
-from oomph.fitting.search import Searcher
+from oomph.fitting.search import Searcher, is_safe
 from oomph.fitting.shapes import Shape
 from oomph.fitting.verdict import name_of
 from oomph.planner import PROGRAMS, Plan
@@ -25,19 +25,15 @@ def grow(loaded: LoadedConfig, searcher: Searcher, hours: float | None) -> Fit:
     sizer = Sizer(loaded, searcher, Limits(hours, None), proposing=False)
     options: list[Option] = []
     for name, find in growing(sizer).items():
-        shape = find()
-        plan = sizer.plan(shape) if shape is not None else None
-        if shape is not None and plan is not None:
-            options.append(as_option(name, plan, now, _advice(shape, plan)))
-    options = [
-        msgspec.structs.replace(option, reason="proportions that have proved themselves" if place == 0 else "fits")
-        for place, option in enumerate(options)
-    ]
+        found = find()
+        if found is not None and all(option.plan is not found[1] for option in options):
+            options.append(as_option(name, found[1], now, _advice(*found)))
+    options = [msgspec.structs.replace(option, reason=_merit(option)) for option in options]
     limit = f" and trains in {hours:g} h" if hours is not None else ""
     if not options:
         verdict = f"No: no model of heads of 64 fits {now.device.name}{limit} with this batch and these tokens"
     else:
-        verdict = f"The largest model that fits {now.device.name}{limit}: {describe(options[0].plan)}"
+        verdict = f"{_superlative(options[0])} that fits {now.device.name}{limit}: {describe(options[0].plan)}"
     return Fit(
         loaded=loaded,
         now=now,
@@ -60,7 +56,8 @@ def propose(loaded: LoadedConfig, searcher: Searcher, tokens: float | None, hour
     place = ladder.index(best) if best is not None else 0
     plans = [(shape, sizer.plan(shape)) for shape in _near(ladder, place)]
     chosen = sizer.plan(best) if best is not None else None
-    now = chosen or searcher.plan(sizer.config(ladder[0]))
+    smallest = sizer.plan(ladder[0])
+    now = chosen or smallest or searcher.plan(sizer.config(ladder[0]))
     base = searcher.plan(loaded)
     options = [
         _proposal(as_option(_size(shape), plan, base, _advice(shape, plan)), shape == best, hours, tokens)
@@ -73,10 +70,10 @@ def propose(loaded: LoadedConfig, searcher: Searcher, tokens: float | None, hour
         now=now,
         options=tuple(options),
         best=0 if chosen is not None else None,
-        safest=0 if chosen is not None else None,
+        safest=0 if chosen is not None and is_safe(chosen) else None,
         evaluated=sizer.evaluated,
-        verdict=_verdict(now, chosen, hours),
-        why=tuple(_why_proposed(chosen, best, tokens, hours)),
+        verdict=f"Train {describe(chosen)}" if chosen is not None else _refusal(now, sizer.limits),
+        why=tuple(_why_proposed(chosen, best, tokens, hours)) if chosen is not None else _cure(now, sizer.limits),
         hours_limit=hours,
         seeks_a_model=True,
         proposed=True,
@@ -86,14 +83,30 @@ def propose(loaded: LoadedConfig, searcher: Searcher, tokens: float | None, hour
 def describe(plan: Plan) -> str:
     """A model and its setting on one line."""
     config = plan.config
-    model = f"{config.n_layer} layers × {config.n_embd}, {count(plan.model.params_nanogpt)} parameters"
+    model = f"{layers(config.n_layer)} × {config.n_embd}, {count(plan.model.params_nanogpt)} parameters"
     batch = f"{config.batch_size} × {config.gradient_accumulation_steps} sequences"
     hours = f", {plan.time.hours:,.1f} h" if plan.time else ""
     return f"{model}, as {batch} in {plan.memory.total_mib:,.0f} MiB{hours}"
 
 
+def layers(number: int) -> str:
+    """A depth in words."""
+    return f"{number} layer{'s' * (number != 1)}"
+
+
+def _merit(option: Option) -> str:
+    return "proportions that have proved themselves" if option.name == IN_PROPORTION else option.name
+
+
+def _superlative(option: Option) -> str:
+    """What the first of the models is; another may have more parameters in proportions that nobody has tried."""
+    if option.name == IN_PROPORTION:
+        return "The largest model in GPT-2's proportions"
+    return f"{option.name[0].upper()}{option.name[1:]}"
+
+
 def _size(shape: Shape) -> str:
-    return f"{shape.n_layer} layers × {shape.n_embd}"
+    return f"{layers(shape.n_layer)} × {shape.n_embd}"
 
 
 def _near(ladder: list[Shape], place: int) -> list[Shape]:
@@ -126,23 +139,59 @@ def _advice(shape: Shape, plan: Plan) -> str:
     return f"{per:,.0f} tokens a parameter; a learning rate of {shapes.learning_rate(shape):g} suits this width"
 
 
+def _parameters(option: Option) -> int:
+    return option.plan.model.params_nanogpt
+
+
 def _safest(options: list[Option]) -> int | None:
-    room = [option.plan.memory.headroom_mib or 0.0 for option in options]
-    return room.index(max(room)) if room else None
+    """The most room, where it is more than the prediction may miss."""
+    safe = [place for place, option in enumerate(options) if is_safe(option.plan)]
+    return max(safe, key=lambda place: options[place].plan.memory.headroom_mib or 0.0, default=None)
 
 
-def _verdict(now: Plan, chosen: Plan | None, hours: float | None) -> str:
-    if chosen is None:
-        smallest = f"even {describe(now)} is too much for {now.device.name}"
-        return f"No: {smallest}{f' in {hours:g} h' if hours is not None else ''}"
-    return f"Train {describe(chosen)}"
+def _refusal(smallest: Plan, limits: Limits) -> str:
+    """Which of the limits even the smallest model exceeds."""
+    size = f"{layers(smallest.config.n_layer)} × {smallest.config.n_embd}"
+    if _too_few_tokens(smallest, limits):
+        wanted = shapes.TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
+        return (
+            f"No: {count(limits.tokens or 0)} {'token is' if limits.tokens == 1 else 'tokens are'} too few: the "
+            f"smallest that is proposed, {size} with {count(smallest.model.params_nanogpt)} parameters, wants "
+            f"{count(wanted)}, 20 a parameter"
+        )
+    if not smallest.memory.fits:
+        return f"No: even {describe(smallest)} does not fit {smallest.device.name}"
+    if smallest.time is None:
+        return f"No: how long even {size} takes on {smallest.device.name} is not known, so no hours can be kept"
+    return f"No: even {describe(smallest)}, takes longer on {smallest.device.name} than the {limits.hours:g} h given"
+
+
+def _cure(smallest: Plan, limits: Limits) -> tuple[str]:
+    """What would have to change."""
+    if _too_few_tokens(smallest, limits):
+        return ("give it more tokens, or name the model with a config or --n_layer and --n_embd",)
+    if not smallest.memory.fits:
+        return ("give it a shorter block_size or a larger card",)
+    if smallest.time is None:
+        return ("give the card's --gpu_tflops and --gpu_gbs",)
+    return ("give it more hours, fewer tokens or a faster card",)
+
+
+def _too_few_tokens(smallest: Plan, limits: Limits) -> bool:
+    wanted = shapes.TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
+    return limits.tokens is not None and limits.tokens < wanted
 
 
 def _why_largest(now: Plan, options: list[Option]) -> Iterator[str]:
     config = now.config
     asked = "fits as it is" if now.memory.fits else "does not fit as it is"
     batch = f"{config.batch_size} × {config.gradient_accumulation_steps}"
-    yield f"asked: {config.n_layer} layers × {config.n_embd}, {batch}; it {asked}"
+    yield f"asked: {layers(config.n_layer)} × {config.n_embd}, {batch}; it {asked}"
+    if options and (greatest := max(options, key=_parameters)) is not options[0]:
+        yield (
+            f"more parameters, in other proportions: {greatest.name}, {count(_parameters(greatest))} where the first "
+            f"option has {count(_parameters(options[0]))}"
+        )
     for option in options:
         shape = Shape(option.plan.config.n_layer, option.plan.config.n_embd)
         yield f"{option.name} ({_size(shape)}, {name_of(option)}): {option.effect}"
@@ -152,9 +201,8 @@ def _why_largest(now: Plan, options: list[Option]) -> Iterator[str]:
     )
 
 
-def _why_proposed(plan: Plan | None, shape: Shape | None, tokens: float | None, hours: float | None) -> Iterator[str]:
-    if plan is None or shape is None:
-        yield "give it more hours, fewer tokens, a shorter block_size or a larger card"
+def _why_proposed(plan: Plan, shape: Shape | None, tokens: float | None, hours: float | None) -> Iterator[str]:
+    if shape is None:
         return
     data, config = plan.data, plan.config
     length = "as asked" if tokens is not None else "20 a parameter (Hoffmann et al. 2022, Chinchilla)"

@@ -84,7 +84,7 @@ class Fit(msgspec.Struct, frozen=True):
     now: Plan  # what was asked, as it was asked
     options: tuple[Option, ...]  # ranked: fits, then kind, then tokens/s
     best: int | None  # the option to take; None where nothing fits
-    safest: int | None  # the most room among those nearly as fast
+    safest: int | None  # fits even where the prediction misses: the most room among those nearly as fast
     evaluated: int  # candidates weighed, of which each option was simulated in full
     verdict: str
     why: tuple[str, ...]  # what explains the verdict, a sentence each

@@ -13,6 +13,8 @@ from oomph.fitting.space import Program, batches
 
 SMALLER = {2: "half the micro-batch", 4: "a quarter of the micro-batch", 8: "an eighth of the micro-batch"}
 
+ARITHMETIC = ("optimizer", "dtype", "autocast")  # what a nearly equal training may change
+
 SAME = "none: rounding alone differs"
 
 

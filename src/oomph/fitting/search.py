@@ -8,7 +8,7 @@ its peak, then the full simulation on the card. The first that passes is the fas
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from enum import IntEnum
 from math import inf
@@ -18,6 +18,7 @@ from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
 from oomph.fitting.estimate import Estimator, replace
 from oomph.planner import Plan, plan
+from oomph.predict.footprint import ALLOCATED_SPREAD, CONTEXT_SPREAD_MIB
 from oomph.units import MIB
 
 OPTIMISM = 0.995  # a shallow estimate of the time is right to less than half a percent
@@ -39,6 +40,7 @@ class Searcher:
         self.reserve_mib = reserve_mib
         self.estimator = Estimator(device)
         self.room_bytes = (device.usable_mib - reserve_mib - (device.context_mib or 0)) * MIB
+        self.safe_room_bytes = (self.room_bytes - CONTEXT_SPREAD_MIB * MIB) / (1 + ALLOCATED_SPREAD)
         self._plans: dict[TrainConfig, Plan] = {}
 
     def plan(self, loaded: LoadedConfig) -> Plan:
@@ -57,24 +59,44 @@ class Searcher:
         """False only where the safe bound already exceeds the card."""
         return self.estimator.floor_bytes(config) <= self.room_bytes
 
-    def fastest(self, like: LoadedConfig, candidates: Iterable[TrainConfig]) -> Plan | None:
+    def fastest(self, like: LoadedConfig, candidates: Iterable[TrainConfig], safe: bool = False) -> Plan | None:
         """The fastest candidate that fits without the allocator having to give its cache back; None where none does.
 
-        Of equally fast ones the first, so candidates should come with the ones that change least in front.
+        Of equally fast ones the first, so candidates should come with the ones that change least in front. `safe`
+        asks for one that fits even where the prediction misses by as much as it may.
         """
-        queue = [(self._best_s(each), rank, _Look.NONE, each) for rank, each in self._possible(candidates)]
+        possible = self._possible(candidates)
+        room_bytes = self.safe_room_bytes if safe else self.room_bytes
+        ladders = _ladders(each for _, each in possible)
+        fewest: dict[TrainConfig, int] = {}  # blocks to be checkpointed, by what else is set
+        queue = [(self._best_s(each), rank, _Look.NONE, each) for rank, each in possible]
         heapq.heapify(queue)
         while queue:
             _, rank, looked, config = heapq.heappop(queue)
+            alike = _but_checkpoints(config)
+            if config.checkpoint_layers < fewest.get(alike, 0):
+                continue
             if looked is _Look.NONE:
                 heapq.heappush(queue, (self.estimator.step_s(config) * OPTIMISM, rank, _Look.SHALLOW, config))
             elif looked is _Look.SHALLOW:
                 heapq.heappush(queue, (self.estimator.exact(config).step_s, rank, _Look.EXACT, config))
-            elif self.estimator.exact(config).peak[0] <= self.room_bytes:
+            elif self.estimator.exact(config).peak[0] > room_bytes:
+                fewest[alike] = self._fewest_checkpoints(config, ladders[alike], room_bytes)
+            else:
                 found = self.simulate(like, config)
-                if found.memory.fits and not found.memory.retries:
+                if found.memory.fits and not found.memory.retries and (is_safe(found) or not safe):
                     return found
         return None
+
+    def _fewest_checkpoints(self, config: TrainConfig, counts: list[int], room_bytes: float) -> int:
+        """How many blocks must be checkpointed for the peak to fit, where this many are too few: the peak sinks with
+        each, so halving finds it."""
+
+        def fits(count: int) -> bool:
+            return self.estimator.exact(replace(config, checkpoint_layers=count)).peak[0] <= room_bytes
+
+        place = bisect_left(counts, True, lo=bisect_right(counts, config.checkpoint_layers), key=fits)
+        return counts[place] if place < len(counts) else config.n_layer + 1
 
     def _possible(self, candidates: Iterable[TrainConfig]) -> list[tuple[int, TrainConfig]]:
         """The candidates that may fit, each with its rank. Memory grows with the micro-batch, so that of those alike
@@ -107,6 +129,25 @@ class Searcher:
         lean = heapq.nsmallest(2, quick, key=self.estimator.lean_bytes)
         plans = [self.simulate(like, each) for each in lean]
         return min(plans, key=lambda each: each.memory.total_mib, default=None)
+
+
+def is_safe(plan: Plan) -> bool:
+    """Whether it fits even where the prediction misses by as much as it may."""
+    memory = plan.memory
+    return memory.capacity_mib is None or memory.high_mib <= memory.capacity_mib
+
+
+def _but_checkpoints(config: TrainConfig) -> TrainConfig:
+    """What candidates that differ in their checkpointed blocks alone have in common."""
+    return replace(config, checkpoint_layers=0, expandable_segments=False)
+
+
+def _ladders(configs: Iterable[TrainConfig]) -> dict[TrainConfig, list[int]]:
+    """The numbers of checkpointed blocks that may be tried, by what else is set."""
+    found: dict[TrainConfig, set[int]] = {}
+    for each in configs:
+        found.setdefault(_but_checkpoints(each), set()).add(each.checkpoint_layers)
+    return {alike: sorted(counts) for alike, counts in found.items()}
 
 
 def _family(config: TrainConfig) -> TrainConfig:

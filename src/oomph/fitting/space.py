@@ -106,7 +106,7 @@ def candidates(program: Program) -> Iterator[TrainConfig]:
     base = program.settled
     for size, micro_steps in batches(base):
         rows = size * base.block_size
-        chunks = [each for each in program.loss_chunk if _sensible(each, rows) or each == base.loss_chunk]
+        chunks = [each for each in program.loss_chunk if _sensible(each, rows) or _as_said(each, size, base)]
         axes = (program.compile, chunks, program.checkpoint_layers, program.optimizer_loop, program.expandable_segments)
         for compiled, chunk, layers, loop, expandable in product(*axes):
             yield msgspec.structs.replace(
@@ -119,6 +119,25 @@ def candidates(program: Program) -> Iterator[TrainConfig]:
                 optimizer_loop=loop,
                 expandable_segments=expandable,
             )
+
+
+def variant(program: Program, changes: dict[str, Value], device: Device) -> Program:
+    """The program running the config with those keys changed, everything else still free to be set."""
+    loaded = with_changes(program.loaded, changes)
+    return msgspec.structs.replace(program, loaded=loaded, settled=configs.settle(loaded, device).config)
+
+
+def few_chunks(base: TrainConfig, size: int) -> bool:
+    """Whether a micro-batch of that size computes the loss in no more chunks than are of use, or than it does now.
+
+    Every chunk is simulated: a micro-batch of a hundred thousand sequences would have hundreds of thousands.
+    """
+    chunk = base.loss_chunk or 0
+    return chunk == 0 or size * base.block_size <= MOST_CHUNKS * chunk or size <= base.batch_size
+
+
+def _as_said(chunk: int, size: int, base: TrainConfig) -> bool:
+    return chunk == base.loss_chunk and few_chunks(base, size)
 
 
 def _sensible(chunk: int, rows: int) -> bool:

@@ -8,6 +8,7 @@ import msgspec
 
 from oomph.fitting.nearest import smallest_card
 from oomph.fitting.result import Option, Value
+from oomph.fitting.search import is_safe
 from oomph.planner import PROGRAMS, Plan
 
 WORTH_SAYING_MIB = 100.0
@@ -148,15 +149,39 @@ def _margin(options: Sequence[Option], best: int, safest: int | None) -> Iterato
             f"the best option's margin is {memory.headroom_mib:,.0f} MiB, within what a prediction may miss "
             f"({memory.low_mib:,.0f} to {memory.high_mib:,.0f} MiB)"
         )
-    if safest is not None and safest != best:
-        option = options[safest]
-        slower = 100 * (1 - (option.tokens_per_s or 1.0) / (options[best].tokens_per_s or 1.0))
+    if safest is None:
+        yield _none_safe(options, best)
+    elif safest == best:
+        yield "the best option is also the safest: none nearly as fast leaves more room"
+    else:
+        option, slower = options[safest], _slower(options[safest], options[best])
+        rule = "the most room at no more than 5 % less speed" if slower <= 5 else "the fastest with a sure margin"
         yield (
-            f"the safest is option {safest + 1}, the most room at no more than 5 % less speed: "
+            f"the safest is option {safest + 1}, {rule}: "
             f"{option.plan.memory.headroom_mib:,.0f} MiB free, {slower:.1f} % slower"
         )
-    elif safest is not None:
-        yield "the best option is also the safest: none nearly as fast leaves more room"
+
+
+def _none_safe(options: Sequence[Option], best: int) -> str:
+    """That no setting of the best one's program has a sure margin, and where there is more room."""
+    chosen = options[best]
+    none = f"no setting of {name_of(chosen)} is safe: each fits by less than the prediction may miss"
+    others = [place for place, option in enumerate(options) if option.fits and name_of(option) != name_of(chosen)]
+    kept = [place for place in others if options[place].kind == "same"]
+    if not kept:
+        return f"{none}, and no other program has one that fits"
+    place = max(kept, key=lambda place: options[place].plan.memory.headroom_mib or 0.0)
+    option = options[place]
+    sure = "a sure margin" if is_safe(option.plan) else "not sure either"
+    pace = _slower(option, chosen)
+    speed = f"{abs(pace):.1f} % {'slower' if pace > 0 else 'faster'}"
+    free = f"{option.plan.memory.headroom_mib:,.0f} MiB free"
+    return f"{none}; the roomiest is option {place + 1}, under {name_of(option)}: {free}, {sure}, {speed}"
+
+
+def _slower(option: Option, other: Option) -> float:
+    """By how many percent; negative where it is faster."""
+    return 100 * (1 - (option.tokens_per_s or 1.0) / (other.tokens_per_s or 1.0))
 
 
 def _nearest(options: Sequence[Option], best: int | None) -> Iterator[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
+
+import msgspec
 
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
@@ -21,26 +25,64 @@ FORMATS = (".py", ".toml")
 def write_config(path: Path, fit: Fit, option: Option) -> None:
     """Write the option there: the user's file with the changed lines changed, where it is of the same format; a new
     file with every setting that is not a default otherwise. All or nothing."""
-    if path.suffix not in FORMATS:
-        found = path.suffix or "no suffix"
-        raise InputError(Problem(str(path), "a config of unknown format", found, "a .py or .toml file"))
+    check_target(path)
     toml = path.suffix == ".toml"
     own = _own_file(fit.loaded, path.suffix)
-    text = _fresh(fit, option, toml) if own is None else own.read_text(encoding="utf-8-sig")
+    text, habits = (_fresh(fit, option, toml), PLAIN) if own is None else _own_text(own)
     before, wanted = _read(text, path, option), option.plan.config
+    trainer = wanted.trainer
     for key, value in option.changes.items():
         if getattr(_read(text, path, option), key) != value:  # a value may follow from one changed already
-            text = set_key(text, toml, key, value)
+            text = set_key(text, toml, key, value, trainer)
     for _ in wanted.__struct_fields__:  # each time the first key that is still not right: others may follow from it
         left = changes_between(_read(text, path, option), wanted)
         if not left:
             break
         key, value = next(iter(left.items()))
-        text = set_key(text, toml, key, value)
+        text = set_key(text, toml, key, value, trainer)
     else:
         what = f"{', '.join(left)} cannot be set in a copy of {own}"
         raise InputError(Problem(str(path), what, allowed="a file that sets each key once, at the top level"))
-    write_whole(path, restate(text, toml, before, wanted).encode())
+    write_whole(path, habits.encode(restate(text, toml, before, wanted)))
+
+
+def check_target(path: Path) -> None:
+    """Raise where no config can be written there, which is better told before a search than after it."""
+    problems = []
+    if path.suffix not in FORMATS:
+        found = path.suffix or "no suffix"
+        problems.append(Problem(str(path), "a config of unknown format", found, "a .py or .toml file"))
+    if path.is_dir():
+        problems.append(Problem(str(path), "cannot be written", "a folder", "a file"))
+    elif not path.parent.is_dir():
+        problems.append(Problem(str(path), "cannot be written", f"no folder {path.parent}", "a folder that exists"))
+    elif not os.access(path.parent, os.W_OK):
+        problems.append(Problem(str(path), "cannot be written", f"{path.parent} may not be written to"))
+    if problems:
+        raise InputError(problems)
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """How a file is written down, beside its text: kept, so that only changed lines change."""
+
+    crlf: bool = False
+    mark: bool = False  # a byte order mark in front
+
+    def encode(self, text: str) -> bytes:
+        """The text as the file has it."""
+        ended = text.replace("\n", "\r\n") if self.crlf else text
+        return (codecs.BOM_UTF8 if self.mark else b"") + ended.encode()
+
+
+PLAIN = Habits()
+
+
+def _own_text(path: Path) -> tuple[str, Habits]:
+    """The user's file with plain line ends, and its habits. A file of mixed line ends keeps each as it is."""
+    data = path.read_bytes()
+    text = data.decode("utf-8-sig")
+    crlf = text.count("\r\n") == text.count("\n") > 0
+    return text.replace("\r\n", "\n") if crlf else text, Habits(crlf, data.startswith(codecs.BOM_UTF8))
 
 
 def _own_file(loaded: LoadedConfig, suffix: str) -> Path | None:
@@ -54,7 +96,7 @@ def _own_file(loaded: LoadedConfig, suffix: str) -> Path | None:
 def _fresh(fit: Fit, option: Option, toml: bool) -> str:
     """A new file: why, then every key that somebody set or the fit chose."""
     reasons = fit.why if fit.proposed else ()
-    lines = [f"# {fit.verdict}."]
+    lines = [f"# {line}" for line in wrap(f"{_headline(fit, option)}.", 118)]
     for reason in reasons:
         lines += [f"# {line}" for line in wrap(f"- {reason}.", 110, subsequent_indent="  ")]
     config, plain = option.plan.config, TrainConfig()
@@ -62,8 +104,18 @@ def _fresh(fit: Fit, option: Option, toml: bool) -> str:
         value = getattr(config, key)
         said = key in option.changes or fit.loaded.said(key)
         if said and value is not None and value != getattr(plain, key):
-            lines.append(entry(key, value, toml))
+            lines.append(entry(key, value, toml, config.trainer))
     return "\n".join(lines) + "\n"
+
+
+def _headline(fit: Fit, option: Option) -> str:
+    """What the file is: the verdict for the best option; for another one, that option and how it fares."""
+    if option is fit.chosen:
+        return fit.verdict
+    memory = option.plan.memory
+    fares = "fits" if option.fits else "does not fit"
+    need = f"{memory.total_mib:,.0f} MiB on {option.plan.device.name}"
+    return f"Option {fit.options.index(option) + 1} of oomph fit, {option.name}: {need}, {fares}; {option.effect}"
 
 
 def _read(text: str, path: Path, option: Option) -> TrainConfig:
@@ -78,5 +130,17 @@ def _read(text: str, path: Path, option: Option) -> TrainConfig:
         with os.fdopen(handle, "wb") as file:
             file.write(text.encode())
         return configs.settle(configs.load([name]), option.plan.device).config
+    except InputError as error:  # the user knows the file by the name it is to have
+        raise InputError(_renamed(problem, name, path) for problem in error.problems) from None
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _renamed(problem: Problem, temporary: str, path: Path) -> Problem:
+    """The problem with the file's own name in place of that of the copy that was read."""
+
+    def told(text: str) -> str:
+        return text.replace(temporary, str(path)).replace(Path(temporary).name, path.name)
+
+    found = told(problem.found) if problem.found is not None else None
+    return replace(problem, where=told(problem.where), what=told(problem.what), found=found)

@@ -7,6 +7,7 @@ import msgspec
 from oomph.config import DEFAULT_LOSS_CHUNK
 from oomph.fitting.cards import CardOption, Cards
 from oomph.fitting.patch import PATCH, WHY_SAFE
+from oomph.fitting.propose import layers
 from oomph.fitting.result import Fit, Option
 from oomph.report.summary import summarise
 from oomph.units import count
@@ -106,7 +107,7 @@ def describe(option: Option) -> str:
     """An option in few words: the batch, and what else is new."""
     config = option.plan.config
     words = {
-        "n_layer": f"{config.n_layer} layers",
+        "n_layer": layers(config.n_layer),
         "n_embd": f"width {config.n_embd}",
         "block_size": f"block {config.block_size}",
         "compile": "compiled" if config.compile else "not compiled",
@@ -126,7 +127,7 @@ def describe(option: Option) -> str:
 def describe_model(option: Option) -> str:
     """A model in few words."""
     config = option.plan.config
-    size = f"{config.n_layer} layers × {config.n_embd}, {count(option.plan.model.params_nanogpt)}"
+    size = f"{layers(config.n_layer)} × {config.n_embd}, {count(option.plan.model.params_nanogpt)}"
     return f"{size}, {config.batch_size} × {config.gradient_accumulation_steps}"
 
 

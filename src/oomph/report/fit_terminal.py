@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import IO
-
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -17,27 +15,30 @@ LEFT = ("", "option", "program", "advice")
 WIDE = 100  # columns from which advice has a column of its own
 
 
-def print_fit(summary: FitSummary, file: IO[str] | None = None) -> None:
-    """Print the report. Colour and width follow the terminal, NO_COLOR and COLUMNS."""
-    console = Console(file=file, highlight=False, soft_wrap=False)
+def fit_to_text(summary: FitSummary) -> str:
+    """The report as text. Colour and width follow the terminal, NO_COLOR and COLUMNS."""
+    console = Console(highlight=False, soft_wrap=False)
     width = min(console.width, 120)
+    with console.capture() as captured:
+        console.print(_report(summary, width), width=width)
+    return captured.get()
+
+
+def _report(summary: FitSummary, width: int) -> Group:
     mark, style = ("✓", "bold green") if summary.good else ("✗", "bold red")
-    console.print(
-        Group(
-            Text(f"{mark} {summary.verdict}.", style=style),
-            Text(),
-            Text(summary.title, style="bold"),
-            Text(summary.setting),
-            Text(summary.device),
-            *_tables(summary, width),
-            Text(),
-            *_list("why", summary.why),
-            *_list("what changes in the training", summary.effects),
-            *_patch(summary),
-            *_list("to know", summary.notes),
-            Text(summary.evaluated, style="dim"),
-        ),
-        width=width,
+    return Group(
+        Text(f"{mark} {summary.verdict}.", style=style),
+        Text(),
+        Text(summary.title, style="bold"),
+        Text(summary.setting),
+        Text(summary.device),
+        *_tables(summary, width),
+        Text(),
+        *_list("why", summary.why),
+        *_list("what changes in the training", summary.effects),
+        *_patch(summary),
+        *_list("to know", summary.notes),
+        Text(summary.evaluated, style="dim"),
     )
 
 
@@ -90,9 +91,9 @@ def _patch(summary: FitSummary) -> list[RenderableType]:
     return [Text("the two-line patch for nanoGPT", style="bold"), Text(lines), Padding(Text(reason), (0, 0, 1, 0))]
 
 
-def print_cards(cards: Cards, file: IO[str] | None = None) -> None:
-    """Print which cards would do."""
-    console = Console(file=file, highlight=False, soft_wrap=False)
+def cards_to_text(cards: Cards) -> str:
+    """Which cards would do, as text for the terminal."""
+    console = Console(highlight=False, soft_wrap=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in CARD_HEADINGS:
         table.add_column(heading, justify="left" if heading == "card" else "right")
@@ -101,4 +102,6 @@ def print_cards(cards: Cards, file: IO[str] | None = None) -> None:
     mark, style = ("✓", "bold green") if cards.fitting else ("✗", "bold red")
     verdict = Text(f"{mark} {cards.verdict}.", style=style)
     end = Text("Of each memory size the fastest card; --json has them all. Each is simulated in full.", style="dim")
-    console.print(Group(verdict, Padding(table, (1, 0, 1, 0)), end), width=min(console.width, 120))
+    with console.capture() as captured:
+        console.print(Group(verdict, Padding(table, (1, 0, 1, 0)), end), width=min(console.width, 120))
+    return captured.get()
