@@ -79,3 +79,11 @@ def test_no_data_leaves_the_tokens_unsaid() -> None:
 def test_an_empty_file_leaves_the_tokens_unsaid(here: Path) -> None:
     data(here / "data" / "mine", size=0)
     assert from_dict({"dataset": "mine"}).config.dataset_tokens is None
+
+
+def test_the_vocabulary_of_a_meta_pkl_is_taken_as_it_is_and_that_of_a_manifest_alone_rounded_up(here: Path) -> None:
+    folder = data(here / "data" / "mine", meta={"vocab_size": 257})
+    (folder / "meta.json").write_text('{"vocab_size": 257, "splits": {"train": {"tokens": 1000}}}')
+    assert from_dict({"dataset": "mine"}).config.vocab_size == 257
+    (folder / "meta.pkl").unlink()
+    assert from_dict({"dataset": "mine"}).config.vocab_size == 320

@@ -63,7 +63,12 @@ def test_the_manifest_says_what_is_in_the_files(tmp_path: Path, source: str, doc
     assert manifest["counts"]["text_bytes"] == tokens - len(documents)
     assert (manifest["dtype"], manifest["vocab_size"], manifest["tokenizer"]["name"]) == ("uint16", 257, "bytes")
     assert read_manifest(tmp_path / "out") == done.manifest
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "meta.json",
+        "meta.pkl",
+        "train.bin",
+        "val.bin",
+    ]
 
 
 def test_growing_the_data_moves_no_document_between_the_splits(tmp_path: Path, documents: list[str]) -> None:
@@ -121,7 +126,12 @@ def test_a_changed_source_or_setting_is_refused_with_the_reason(
 def test_overwrite_makes_a_set_anew_and_leaves_nothing_of_the_old_one(tmp_path: Path, source: str) -> None:
     prepare([source], tmp_path / "out", tokenizer="chars")
     prepare([source], tmp_path / "out", tokenizer="bytes", overwrite=True)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "meta.json",
+        "meta.pkl",
+        "train.bin",
+        "val.bin",
+    ]
     assert check(tmp_path / "out").failures == []
 
 

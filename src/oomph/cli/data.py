@@ -8,9 +8,11 @@ import sys
 from typing import Any
 
 from oomph.cli.arguments import VerbParser
+from oomph.data.failure import printable
 from oomph.errors import InputError, Problem
 from oomph.units import MIB, count, duration
 
+MAX_TAKE = 10**18
 EPILOG = """\
 sources:
   text.txt, folder/, 'books/*.txt'     plain text: a file is a document, or many with --separator
@@ -25,7 +27,7 @@ sources:
   oomph data info data/python          what it holds
   oomph data check data/python         sizes, ids, checksums; exit code 1 where something is wrong
 
-Ctrl-C or a crash loses nothing: the same call goes on."""
+Ctrl-C or a crash loses nothing: the same call goes on. With --overwrite it begins anew."""
 
 
 def run(argv: list[str]) -> int:
@@ -60,12 +62,13 @@ def run(argv: list[str]) -> int:
         print(f"ERROR: {error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
-        print("interrupted: what was done is kept, the same call goes on", file=sys.stderr)
+        kept = "what was done is kept, the same call goes on"
+        print(f"interrupted: {'the same call begins anew' if options.overwrite else kept}", file=sys.stderr)
         return 130
     if options.json:
         _print_json(
             {
-                "folder": str(done.folder),
+                "folder": printable(done.folder),
                 "already": done.already,
                 "resumed_tokens": done.resumed_tokens,
                 "seconds": done.seconds,
@@ -100,7 +103,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--separator", type=_escapes, metavar="TEXT", help=r"between documents of plain text: '\n', '<|endoftext|>'"
     )
-    parser.add_argument("--text_key", default="text", metavar="KEY", help="key or column of the text; default text")
+    parser.add_argument(
+        "--text_key", type=_utf8, default="text", metavar="KEY", help="key or column of the text; default text"
+    )
     parser.add_argument(
         "--format", choices=("text", "jsonl"), default="text", help="where the name does not tell; default text"
     )
@@ -133,7 +138,7 @@ def _look(verb: str, argv: list[str]) -> int:
         return 0
     result = check(options.path)
     if options.json:
-        _print_json({"folder": str(result.folder), "checks": result.checks, "failures": result.failures})
+        _print_json({"folder": printable(result.folder), "checks": result.checks, "failures": result.failures})
     else:
         for line in result.checks:
             print(f"ok     {line}")
@@ -144,8 +149,8 @@ def _look(verb: str, argv: list[str]) -> int:
 
 def _print_done(done: Any) -> None:
     if done.already:
-        print(f"{done.folder} is finished already, from the same sources with the same settings")
-    _print_info({"folder": str(done.folder), "state": "finished", **_as_facts(done.manifest)})
+        print(f"{printable(done.folder)} is finished already, from the same sources with the same settings")
+    _print_info({"folder": printable(done.folder), "state": "finished", **_as_facts(done.manifest)})
     if not done.already:
         rate = done.manifest.counts.text_bytes / MIB / max(done.seconds, 1e-9)
         made = (
@@ -186,17 +191,31 @@ def _print_json(value: object) -> None:
 
 def _tokens(text: str) -> int:
     """A number of tokens as people write it: 3.68B."""
+    import math
+    from contextlib import suppress
+    from decimal import Decimal
+
     from oomph.config.values import count as parse
 
-    number = parse(text)
-    if number is None or number < 1 or number != int(number):
+    number: int | float | Decimal | None = parse(text)
+    if number is None:
+        with suppress(ArithmeticError):
+            number = Decimal(text)  # 500000, 500_000, 1e6
+    if number is None or not math.isfinite(number) or not 1 <= number <= MAX_TAKE or number != int(number):
         raise argparse.ArgumentTypeError(f"a whole number of tokens such as 500000, 10M or 3.68B; found {text!r}")
     return int(number)
 
 
+def _utf8(text: str) -> str:
+    """An argument that must stand in files: a shell may hand over bytes that are no text."""
+    if printable(text) != text:
+        raise argparse.ArgumentTypeError(f"UTF-8 text; found {printable(text)!r}")
+    return text
+
+
 def _escapes(text: str) -> str:
     r"""A separator with \n, \t and \\ understood, as a shell does not write them easily."""
-    if not text:
+    if not _utf8(text):
         raise argparse.ArgumentTypeError("a text of at least one character")
     plain = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
     import re

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from oomph.data import gpt2
+from oomph.data.failure import printable
 from oomph.data.needs import need
 from oomph.errors import InputError, Problem, nearest
 
@@ -109,8 +110,16 @@ def needs_learning(spec: str) -> bool:
     return spec == "chars" or spec.startswith("bpe:")
 
 
-def check_spec(spec: str) -> None:
-    """Refuse a tokenizer that there is not, before any work."""
+def check_spec(spec: str, end_of_text: str | None = None) -> None:
+    """Refuse a tokenizer that there is not, before any work; and an end-of-text token that it would not use."""
+    if end_of_text is not None and (spec in ("gpt2", "bytes", "chars") or spec.startswith("bpe:")):
+        raise InputError(
+            Problem(
+                f"--end_of_text {end_of_text}",
+                f"the tokenizer {spec} has its own",
+                allowed="only beside --tokenizer path/to/tokenizer.json",
+            )
+        )
     if spec in ("gpt2", "bytes", "chars"):
         return
     if spec.startswith("bpe:"):
@@ -130,7 +139,7 @@ def load(spec: str, tokenizer_dir: Path | None, end_of_text: str | None) -> Enco
         return Gpt2Encoder(tokenizer_dir)
     if spec == "bytes":
         return ByteEncoder()
-    return JsonEncoder(Path(spec), Path(spec).name, end_of_text)
+    return JsonEncoder(Path(spec), printable(Path(spec).name), end_of_text)
 
 
 def _tokenizer_from(content: bytes, where: str) -> Any:

@@ -9,6 +9,11 @@ class DataError(Exception):
     """A full disk, a worker that died: the message says what is kept and what to do. The command exits with 3."""
 
 
+def printable(name: object) -> str:
+    """A file's name as text that can be written anywhere: bytes that are not UTF-8 as \\xNN."""
+    return str(name).encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
 def cannot_write(where: str, error: OSError) -> DataError:
     """The failure of a write, with its cure."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from oomph.data.failure import printable
 from oomph.data.manifest import (
     META_PICKLE,
     SPLITS,
@@ -20,7 +21,7 @@ from oomph.data.manifest import (
     token_bytes,
 )
 from oomph.data.needs import need
-from oomph.data.work import JOURNAL, WORK, Journal
+from oomph.data.work import JOURNAL, WORK, Journal, decode_journal
 from oomph.errors import InputError, Problem
 
 GPT2_VOCAB_SIZE = 50257
@@ -43,11 +44,17 @@ def info(path: str | Path) -> dict[str, Any]:
     if manifest is not None:
         facts: dict[str, Any] = msgspec.to_builtins(manifest)
         sources = facts["recipe"]["sources"]
-        return {"folder": str(folder), "state": "finished", "made_by": "oomph data", **facts, "sources": len(sources)}
+        return {
+            "folder": printable(folder),
+            "state": "finished",
+            "made_by": "oomph data",
+            **facts,
+            "sources": len(sources),
+        }
     unfinished = _unfinished(folder)
     if unfinished is not None:
         splits = {name: msgspec.to_builtins(split) for name, split in unfinished.splits.items()}
-        return {"folder": str(folder), "state": "unfinished", "made_by": "oomph data", "splits": splits}
+        return {"folder": printable(folder), "state": "unfinished", "made_by": "oomph data", "splits": splits}
     vocab_size, meta = _vocabulary(folder)
     splits = {}
     for name in SPLITS:
@@ -55,7 +62,7 @@ def info(path: str | Path) -> dict[str, Any]:
         if file.is_file():
             splits[name] = {"file": file.name, "tokens": file.stat().st_size // 2}
     return {
-        "folder": str(folder),
+        "folder": printable(folder),
         "state": "finished",
         "made_by": "another program",
         "dtype": "uint16",
@@ -78,6 +85,8 @@ def check(path: str | Path) -> Checked:
     for name in SPLITS:
         _check_split(result, folder / f"{name}.bin", manifest, vocab_size)
     if manifest is not None:
+        missing = [name for name in manifest.files if not (folder / name).is_file()]
+        result.failures += [f"{name}: is missing" for name in missing if name != manifest.tokenizer.file]
         _check_vocabulary(result, manifest)
     return result
 
@@ -152,8 +161,8 @@ def _unfinished(folder: Path) -> Journal | None:
     if not path.is_file():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Journal)
-    except (OSError, msgspec.MsgspecError) as error:
+        return decode_journal(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(Problem(str(path), "cannot be read", found=str(error))) from None
 
 

@@ -12,6 +12,7 @@ from oomph.data.pieces import BLOCK_BYTES, Block, Broken, Part, Piece, State, wh
 from oomph.data.streams import Opener, Stream
 from oomph.errors import Problem, nearest
 
+BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 2**26  # memory stays bounded whatever the file holds
 
 
@@ -38,7 +39,7 @@ class JsonPart:
             elif isinstance(text, str):
                 yield whole(text, val_fraction)
             else:
-                yield _why_no_text(line, self.key, f"{self.file}:{number}")
+                yield _why_no_text(_row(line, self.key, f"{self.file}:{number}"), self.key, f"{self.file}:{number}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +114,47 @@ def _decoder(key: str) -> Any:
     """A parser that keeps the one key and skips over everything else."""
     import msgspec
 
-    row = msgspec.defstruct("Row", [("text", str | None, None)], rename={"text": key})
+    try:
+        row = msgspec.defstruct("Row", [("text", str | None, None)], rename={"text": key})
+    except ValueError:  # it takes no name with quotes or backslashes
+        return _nothing
     return msgspec.json.Decoder(row).decode
 
 
-def _patiently(line: bytes, key: str, where: str) -> str | Broken | None:
+def _nothing(line: bytes) -> Any:
+    raise ValueError(line)
+
+
+def _row(line: bytes, key: str, where: str) -> dict[str, Any] | Broken:
+    """A line as Python's own parser reads it: byte order marks, broken UTF-8 and numbers of any length may be in it."""
     import json
 
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        try:
-            row = json.loads(line.decode(errors="replace"))
-        except (ValueError, RecursionError) as error:
-            return Broken(Problem(where, "not JSON", found=str(error), allowed="one JSON object a line"))
+        row = json.loads(line.removeprefix(BOM).decode(errors="replace"), parse_int=_whole_number)
+    except (ValueError, RecursionError) as error:
+        return Broken(Problem(where, "not JSON", found=str(error), allowed="one JSON object a line"))
     if not isinstance(row, dict):
         return Broken(Problem(where, "not an object", found=f"a {type(row).__name__}", allowed=f'{{"{key}": "..."}}'))
+    return row
+
+
+def _whole_number(digits: str) -> int:
+    """Its value matters to nobody, and Python refuses to read a very long one."""
+    return int(digits[:20])
+
+
+def _patiently(line: bytes, key: str, where: str) -> str | Broken | None:
+    row = _row(line, key, where)
+    if isinstance(row, Broken):
+        return row
     text = row.get(key)
     return text if isinstance(text, str) else None
 
 
-def _why_no_text(line: bytes, key: str, where: str) -> Piece | Broken:
+def _why_no_text(row: dict[str, Any] | Broken, key: str, where: str) -> Piece | Broken:
     """An object without the text: an empty document where it is null, else broken."""
-    import json
-
-    row = json.loads(line.decode(errors="replace"))
+    if isinstance(row, Broken):
+        return row
     if key in row and row[key] is None:
         return whole("", 0.0)
     if key in row:

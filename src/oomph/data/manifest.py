@@ -103,13 +103,25 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise InputError(Problem(str(path), "cannot be read", found=error.strerror)) from None
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
-    except msgspec.MsgspecError as error:
-        raise InputError(Problem(str(path), "not a manifest of oomph data", found=str(error))) from None
+        check_parts(manifest.recipe, manifest.splits)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InputError(
+            Problem(str(path), "not a manifest of oomph data", found=str(error), allowed="--overwrite to make it anew")
+        ) from None
     if manifest.version != VERSION:
         raise InputError(
             Problem(str(path), "of another version", found=str(manifest.version), allowed=f"version {VERSION}")
         )
     return manifest
+
+
+def check_parts(recipe: dict[str, Any], splits: dict[str, Split]) -> None:
+    """Raise ValueError where a part is missing that the types do not vouch for."""
+    if set(splits) != set(SPLITS):
+        raise ValueError(f"the splits are not {' and '.join(SPLITS)}")
+    sources = recipe.get("sources")
+    if not isinstance(sources, list) or not all(isinstance(entry, dict) and "name" in entry for entry in sources):
+        raise ValueError("the recipe has no list of sources")
 
 
 def to_json(value: object) -> bytes:
@@ -128,6 +140,13 @@ def meta_pickle(characters: str, end_of_text: int | None) -> bytes:
         "stoi": {name: number for number, name in enumerate(names)},
     }
     return pickle.dumps(meta, protocol=4)
+
+
+def size_pickle(vocab_size: int) -> bytes:
+    """A meta.pkl from which nanoGPT's train.py takes the size of a vocabulary that is not of characters."""
+    import pickle
+
+    return pickle.dumps({"vocab_size": vocab_size}, protocol=4)
 
 
 def read_meta_pickle(path: Path) -> dict[str, Any]:

@@ -79,11 +79,15 @@ class TextPart:
 class Rows:
     """Documents that were read as text already."""
 
-    texts: tuple[str | None, ...]
+    texts: tuple[str | bytes | None, ...]  # bytes where a format calls them text and does not see to it
 
     def pieces(self, val_fraction: float) -> Iterator[Piece | Broken]:
         for text in self.texts:
-            yield whole(text or "", val_fraction)
+            if isinstance(text, bytes):
+                decoded, repaired = decode(text)
+                yield whole(decoded, val_fraction)._replace(repaired=repaired)
+            else:
+                yield whole(text or "", val_fraction)
 
 
 def whole(text: str, val_fraction: float) -> Piece:
@@ -105,6 +109,29 @@ def decode(raw: bytes) -> tuple[str, bool]:
         return raw.decode(), False
     except UnicodeDecodeError:
         return raw.decode(errors="replace"), True
+
+
+def cut(piece: Piece) -> Iterator[Piece]:
+    """A piece as pieces of about a block: tokenizers' patterns fail on a run of a million spaces."""
+    if len(piece.text) <= BLOCK_BYTES:
+        yield piece
+        return
+    data = piece.text.encode()
+    start, begins = 0, piece.begins
+    while start < len(data):
+        block = data[start : start + BLOCK_BYTES]
+        last = start + len(block) == len(data)
+        block = block if last else block[: cut_place(block, len(block))]
+        start += len(block)
+        yield Piece(
+            text=block.decode(),
+            is_val=piece.is_val,
+            begins=begins,
+            ends=last and piece.ends,
+            end_of_text=last and piece.end_of_text,
+            repaired=begins and piece.repaired,  # counted once a document
+        )
+        begins = False
 
 
 def in_val(document: bytes, val_fraction: float) -> bool:

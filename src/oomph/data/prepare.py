@@ -42,20 +42,23 @@ def prepare(
     reading = reading or Reading()
     need("numpy", "oomph data")
     _check_numbers(take, workers)
-    encoders.check_spec(tokenizer)
+    encoders.check_spec(tokenizer, end_of_text)
     found = resolve(names, reading)
     if found.ignored:
         say(f"left out {len(found.ignored)} files of other kinds, such as {found.ignored[0]}")
+    if found.doubtful:
+        more = f" ({len(found.doubtful) - 1} more files like it)" if len(found.doubtful) > 1 else ""
+        say(f"NOTE: {found.doubtful[0]}{more}")
     text = single_text(found.sources)
     splitting = choose_splitting(split, val_fraction, text is not None)
     say(f"split by {splitting.by}, {splitting.val_fraction:g} of it for validation: {splitting.reason}")
-    learning = encoders.needs_learning(tokenizer)
-    if learning:
+    identity: dict[str, str | int | None] = {"name": tokenizer}
+    if encoders.needs_learning(tokenizer):
         _refuse_single_pass(found.sources, tokenizer)
-        encoder, identity = None, {"name": tokenizer}
+        encoder = None
     else:
         encoder = encoders.load(tokenizer, Path(tokenizer_dir) if tokenizer_dir else None, end_of_text)
-        identity = {"name": encoder.name, "sha256": encoder.sha256}
+        identity = {"name": encoder.name, "sha256": encoder.sha256, "end_of_text": encoder.end_of_text}
     recipe = make_recipe(found.sources, reading, splitting, identity, take)
     task = Task(
         Path(out), recipe, found.sources, tokenizer, encoder, splitting, take, skip_broken, journal_seconds, say

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from oomph.data.failure import printable
 from oomph.data.jsonl import JsonSource
 from oomph.data.pieces import Block, State
 from oomph.data.streams import FileStream, StandardInput, identity
@@ -59,6 +60,7 @@ class Found:
 
     sources: list[Source] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    doubtful: list[str] = field(default_factory=list)  # files that begin as no text does, and why
 
 
 def resolve(names: Sequence[str], reading: Reading) -> Found:
@@ -82,7 +84,13 @@ def resolve(names: Sequence[str], reading: Reading) -> Found:
                 continue
             found.sources += [_text_file(path, str(path), Reading()) for path in standard_library()]
         else:
-            for path in _paths(name, found, problems):
+            try:
+                paths = _paths(name, found, problems)
+            except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte in it, ~nobody
+                reason = getattr(error, "strerror", None) or str(error)
+                problems.append(Problem(printable(name)[:200], "cannot be looked for", found=reason))
+                continue
+            for path in paths:
                 _add_file(path, reading, found, problems, seen)
     if problems:
         raise InputError(problems)
@@ -125,12 +133,17 @@ def _paths(name: str, found: Found, problems: list[Problem]) -> list[Path]:
         matches = sorted(Path(match) for match in glob.iglob(str(path), recursive=True))  # noqa: PTH207
         files = [match for match in matches if match.is_file()]
         if not files:
-            problems.append(Problem(name, "matches no file"))
+            problems.append(Problem(printable(name), "matches no file"))
         return files
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, beside)
     problems.append(
-        Problem(name, "no such file", allowed=UNDERSTOOD, nearest=str(path.with_name(close)) if close else None)
+        Problem(
+            printable(name),
+            "no such file",
+            allowed=UNDERSTOOD,
+            nearest=printable(path.with_name(close)) if close else None,
+        )
     )
     return []
 
@@ -140,7 +153,7 @@ def _in_folder(folder: Path, found: Found, problems: list[Problem]) -> list[Path
     files: list[Path] = []
 
     def unreadable(error: OSError) -> None:
-        problems.append(Problem(str(error.filename), "cannot be read", found=error.strerror))
+        problems.append(Problem(printable(error.filename), "cannot be read", found=error.strerror))
 
     for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=False):
         folders[:] = sorted(entry for entry in folders if not entry.startswith("."))
@@ -149,12 +162,12 @@ def _in_folder(folder: Path, found: Found, problems: list[Problem]) -> list[Path
                 continue
             path = Path(root, name)
             if format_of(path) is None:
-                found.ignored.append(str(path))
+                found.ignored.append(printable(path))
             else:
                 files.append(path)
     if not files:
         problems.append(
-            Problem(str(folder), "no text in this folder", allowed=f"files ending in {', '.join(SUFFIXES)}")
+            Problem(printable(folder), "no text in this folder", allowed=f"files ending in {', '.join(SUFFIXES)}")
         )
     return files
 
@@ -176,16 +189,35 @@ def _add_file(path: Path, reading: Reading, found: Found, problems: list[Problem
         with path.open("rb"):
             state: State = {**identity(path)}
     except OSError as error:
-        problems.append(Problem(str(path), "cannot be read", found=error.strerror))
+        problems.append(Problem(printable(path), "cannot be read", found=error.strerror))
         return
+    name = printable(path)
+    if doubt := _doubt(path, reading):
+        found.doubtful.append(f"{name} {doubt}")
     kind = format_of(path) or reading.format
     if kind == PARQUET:
-        found.sources.append(ParquetSource(str(path), state, path.stat().st_size, path, reading.text_key))
+        found.sources.append(ParquetSource(name, state, path.stat().st_size, path, reading.text_key))
     elif kind == JSONL:
         size = path.stat().st_size
-        found.sources.append(JsonSource(str(path), state, size, partial(FileStream, path), reading.text_key))
+        found.sources.append(JsonSource(name, state, size, partial(FileStream, path), reading.text_key))
     else:
-        found.sources.append(_text_file(path, str(path), reading))
+        found.sources.append(_text_file(path, name, reading))
+
+
+def _doubt(path: Path, reading: Reading) -> str | None:
+    """Why a file is hardly UTF-8 text, by its first bytes; None where nothing speaks against it."""
+    if path.suffix.lower() in (*COMPRESSED, ".parquet") or not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            head = file.read(2**12)
+    except OSError:  # told when it is its turn
+        return None
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "looks like UTF-16 and is read as UTF-8: convert it first, as with iconv -f UTF-16 -t UTF-8"
+    if b"\0" in head and "\0" not in (reading.separator or ""):
+        return "holds zero bytes: is it text?"
+    return None
 
 
 def _text_file(path: Path, name: str, reading: Reading) -> TextSource:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from oomph.data.failure import printable
 from oomph.data.needs import need
 from oomph.data.pieces import State
 from oomph.errors import InputError, Problem
 
 SKIP_BYTES = 2**20
+ZSTANDARD_BYTES = 2**10  # of input at once: four bytes of it may stand for 128 KiB, so no more than 32 MiB come out
 
 
 class Stream(Protocol):
@@ -55,7 +57,7 @@ class FileStream:
         while offset > 0:  # a compressed file has no places: go through it again, which is quick beside tokenizing
             skipped = len(self._file.read(min(offset, SKIP_BYTES)))
             if not skipped:
-                raise InputError(Problem(str(self.path), "is shorter than when the work on it began"))
+                raise InputError(Problem(printable(self.path), "is shorter than when the work on it began"))
             offset -= skipped
 
     def read(self, size: int) -> bytes:
@@ -82,19 +84,23 @@ class FileStream:
             if type(error).__name__ != "ZstdError":
                 raise
             reason = str(error)
-        raise InputError(Problem(str(self.path), "cannot be read", found=reason, allowed="a whole, readable file"))
+        raise InputError(
+            Problem(printable(self.path), "cannot be read", found=reason, allowed="a whole, readable file")
+        )
 
 
 class StandardInput:
     """Standard input. To go on, it is read again from its beginning and must be the same up to where work stopped."""
 
     def __init__(self, at: State) -> None:
+        if sys.stdin is None:  # a program may be started without one
+            raise InputError(Problem("-", "standard input is closed", allowed="text from a pipe or a file"))
         self._file = sys.stdin.buffer
         self._digest = hashlib.sha256()
         self._count = 0
         left = int(at.get("offset", 0))
         while left > 0:
-            data = _fully(self._file, min(left, SKIP_BYTES))
+            data = self._fully(min(left, SKIP_BYTES))
             if not data:
                 break
             self._digest.update(data)
@@ -110,9 +116,16 @@ class StandardInput:
             )
 
     def read(self, size: int) -> bytes:
-        data = _fully(self._file, size)
+        data = self._fully(size)
         self._count += len(data)
         return data
+
+    def _fully(self, size: int) -> bytes:
+        try:
+            return _fully(self._file, size)
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            reason = getattr(error, "strerror", None) or str(error)
+            raise InputError(Problem("-", "standard input cannot be read", found=reason)) from None
 
     def mark(self, used: bytes) -> State:
         self._digest.update(used)
@@ -127,11 +140,11 @@ class StandardInput:
 
 
 def _decompressed(path: Path, raw: IO[bytes]) -> Any:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         import gzip
 
         return gzip.GzipFile(fileobj=raw)
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         return _Zstandard(raw, need("zstandard", str(path)).ZstdDecompressor())
     return raw
 
@@ -143,21 +156,23 @@ class _Zstandard:
         self._raw, self._context = raw, context
         self._frame: Any = None  # the one in work; None between two
         self._input = self._output = b""
+        self._given = 0  # of the output
 
     def read(self, size: int) -> bytes:
-        while not self._output:
+        while self._given == len(self._output):
             if not self._input:
-                self._input = self._raw.read(2**16)
+                self._input = self._raw.read(ZSTANDARD_BYTES)
                 if not self._input:
                     if self._frame is not None:
                         raise EOFError("the compressed file ends in the middle")
                     return b""
             self._frame = self._frame or self._context.decompressobj()
-            self._output = self._frame.decompress(self._input)
+            self._output, self._given = self._frame.decompress(self._input), 0
             self._input = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
                 self._frame = None
-        data, self._output = self._output[:size], self._output[size:]
+        data = self._output[self._given : self._given + size]
+        self._given += len(data)
         return data
 
 

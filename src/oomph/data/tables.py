@@ -13,7 +13,8 @@ from oomph.data.needs import need
 from oomph.data.pieces import BLOCK_BYTES, Block, Rows, State
 from oomph.errors import InputError, Problem, nearest
 
-ROWS = 64  # taken from a parquet file at once; documents are rarely above a few KiB
+MAX_ROWS = 64  # taken from a parquet file at once; fewer where they are large
+STRINGS = ("string", "large_string")  # pyarrow's names
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,8 @@ class ParquetSource:
         """Rows in order, from a row group and a row on."""
         try:
             yield from self._blocks(int(at.get("group", 0)), int(at.get("row", 0)))
-        except OSError as error:  # pyarrow's ArrowException is raised as ValueError or OSError
-            raise self._unreadable(error) from None
-        except ValueError as error:
-            if type(error).__module__.startswith("pyarrow"):
+        except Exception as error:  # pyarrow's own classes, known only where it is installed
+            if isinstance(error, OSError) or type(error).__module__.startswith("pyarrow"):
                 raise self._unreadable(error) from None
             raise
 
@@ -44,14 +43,19 @@ class ParquetSource:
             groups = file.num_row_groups
             for index in range(group, groups):
                 seen = 0
-                for batch in file.iter_batches(ROWS, row_groups=[index], columns=[self.key], use_threads=False):
+                rows = self._rows_at_once(file.metadata.row_group(index))
+                read = (self.size_bytes or 0) * index // groups
+                for batch in file.iter_batches(rows, row_groups=[index], columns=[self.key], use_threads=False):
                     first, seen = seen, seen + batch.num_rows
-                    if index == group and first < row:
-                        continue  # done before; a block always ends at the end of a batch
-                    texts = tuple(batch.column(0).to_pylist())
-                    size = sum(len(text) for text in texts if text is not None)
-                    read = (self.size_bytes or 0) * index // groups
-                    yield Block((Rows(texts),), size, {"group": index, "row": seen}, read)
+                    done = row - first if index == group else 0
+                    for texts, size, stop in _by_size(batch.column(0), max(0, done)):
+                        yield Block((Rows(texts),), size, {"group": index, "row": first + stop}, read)
+
+    def _rows_at_once(self, group: Any) -> int:
+        """As many rows as make about a block, by the size that the file gives."""
+        columns = [group.column(number) for number in range(group.num_columns)]
+        size: int = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == self.key)
+        return max(1, min(MAX_ROWS, BLOCK_BYTES * int(group.num_rows) // max(1, size)))
 
     def _check_column(self, file: Any) -> None:
         names: list[str] = file.schema_arrow.names
@@ -65,12 +69,33 @@ class ParquetSource:
                     nearest=nearest(self.key, names),
                 )
             )
+        if names.count(self.key) > 1:
+            raise InputError(Problem(self.name, f"more than one column '{self.key}'", allowed="one"))
         kind = str(file.schema_arrow.field(self.key).type)
-        if "string" not in kind:
+        if kind not in STRINGS and not kind.startswith(tuple(f"dictionary<values={name}," for name in STRINGS)):
             raise InputError(Problem(self.name, f"column '{self.key}' is not text", found=kind, allowed="string"))
 
     def _unreadable(self, error: Exception) -> InputError:
         return InputError(Problem(self.name, "cannot be read", found=str(error), allowed="a whole parquet file"))
+
+
+def _by_size(column: Any, start: int) -> Iterator[tuple[tuple[bytes | None, ...], int, int]]:
+    """Texts from a row on, about a block at once: (as bytes, their size, the row after them).
+
+    Bytes, since pyarrow takes a column's word for being UTF-8.
+    """
+    if hasattr(column, "dictionary_decode"):
+        column = column.dictionary_decode()
+    column = column.cast("large_binary" if str(column.type) == "large_string" else "binary")
+    texts: list[bytes | None] = []
+    size = 0
+    for row in range(start, len(column)):
+        text = column[row].as_py()
+        texts.append(text)
+        size += len(text or b"")
+        if size >= BLOCK_BYTES or row == len(column) - 1:
+            yield tuple(texts), size, row + 1
+            texts, size = [], 0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from oomph.data.encoders import CharEncoder, Encoder, JsonEncoder
+from msgspec.structs import replace
+
+from oomph.data.encoders import CharEncoder, Encoder, Gpt2Encoder, JsonEncoder
+from oomph.data.failure import DataError
 from oomph.data.learned import learn
 from oomph.data.manifest import (
     MANIFEST,
@@ -16,12 +19,12 @@ from oomph.data.manifest import (
     SET_FILES,
     TOKENIZER,
     VERSION,
-    Counts,
     Manifest,
     Split,
     TokenizerInfo,
     meta_pickle,
     read_manifest,
+    size_pickle,
     to_json,
     token_bytes,
 )
@@ -86,9 +89,10 @@ class Task:
             stream = StandardInput({**manifest.standard_input})  # raises where it differs
             if self.take is None and stream.read(1):
                 raise refuse(str(self.out), "a finished set", ["standard input is longer than it was"])
-        for split in manifest.splits.values():
-            path = self.out / split.file
-            if not path.is_file() or path.stat().st_size != split.tokens * manifest.token_bytes:
+        sizes = {split.file: split.tokens * manifest.token_bytes for split in manifest.splits.values()}
+        for name in {**sizes, **dict.fromkeys(manifest.files)}:
+            path = self.out / name
+            if not path.is_file() or path.stat().st_size != sizes.get(name, path.stat().st_size):
                 raise InputError(
                     Problem(str(path), "is not the file that was made", allowed="--overwrite to make the set anew")
                 )
@@ -104,7 +108,7 @@ class Task:
             journal = self._journal(folder, overwrite)
             complete = read_manifest(folder.path)
             if complete is None:
-                done = self._make(folder, journal, workers, show_progress)
+                done = self._make_or_abandon(folder, journal, workers, show_progress)
             else:  # killed before all of it had its final name
                 done = Prepared(self.out, complete, resumed_tokens=journal.tokens)
             folder.publish(done.manifest.files)
@@ -137,6 +141,18 @@ class Task:
             raise refuse(str(self.out), "an unfinished set", lines)
         return journal
 
+    def _make_or_abandon(self, folder: WorkFolder, journal: Journal, workers: int, show_progress: bool) -> Prepared:
+        """Make the set; where nothing of it was made and the input is at fault, leave nothing to be continued."""
+        try:
+            return self._make(folder, journal, workers, show_progress)
+        except DataError:  # the call was right: a vocabulary that was learned is worth keeping
+            raise
+        except Exception:
+            left = folder.read_journal()
+            if left is None or not left.tokens:
+                folder.abandon()
+            raise
+
     def _make(self, folder: WorkFolder, journal: Journal, workers: int, show_progress: bool) -> Prepared:
         encoder = self.encoder or self._learn(folder)
         dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
@@ -153,10 +169,6 @@ class Task:
                 raise InputError(Problem("SOURCE", "no text in it", found=_emptiness(files.journal)))
             manifest = self._manifest(files, encoder, dtype)
             files.write(MANIFEST, to_json(manifest))
-        except InputError:
-            if not files.journal.tokens:
-                folder.abandon()
-            raise
         finally:
             files.close()
         return Prepared(self.out, manifest, resumed_tokens=resumed, notes=self._notes(manifest))
@@ -230,6 +242,11 @@ class Task:
         elif isinstance(encoder, JsonEncoder):
             extra = TOKENIZER
             files.write(extra, encoder.content)
+            names.append(extra)
+        if not isinstance(encoder, Gpt2Encoder):  # without it, nanoGPT would take GPT-2's vocabulary
+            names.append(META_PICKLE)
+            if extra != META_PICKLE:
+                files.write(META_PICKLE, size_pickle(encoder.vocab_size))
         info = TokenizerInfo(encoder.name, encoder.vocab_size, encoder.end_of_text, encoder.sha256, extra)
         return Manifest(
             version=VERSION,
@@ -238,10 +255,17 @@ class Task:
             tokenizer=info,
             splits=journal.splits,
             counts=journal.counts,
-            files=[*names, *([extra] if extra else [])],
+            files=names,
             recipe=self.recipe,
             standard_input=journal.standard_input,
         )
+
+    def _why_no_validation(self) -> str:
+        if self.splitting.by != TAIL:
+            return "raise --val_fraction, or use --split tail for a single text"
+        if self.take is not None and self.splitting.val_fraction:
+            return "it is the end of the text, which --take does not reach: leave out --take, or shorten the text"
+        return "raise --val_fraction"
 
     def _notes(self, manifest: Manifest) -> list[str]:
         notes = []
@@ -249,7 +273,7 @@ class Task:
         if self.take is not None and tokens < self.take:
             notes.append(f"the sources end after {tokens:,} tokens: fewer than the {self.take:,} asked for")
         if not manifest.splits["val"].tokens:
-            notes.append("the validation split is empty: raise --val_fraction, or use --split tail for a single text")
+            notes.append(f"the validation split is empty: {self._why_no_validation()}")
         if counts.repaired:
             notes.append(f"broken UTF-8 in {counts.repaired:,} documents was replaced by U+FFFD")
         if counts.empty:
@@ -266,13 +290,19 @@ def _append(files: TokenFiles, encoded: Encoded, place: Place, take: int | None)
     before = files.journal
     left = None if take is None else take - before.tokens
     tokens, documents = {"train": 0, "val": 0}, {"train": 0, "val": 0}
-    for is_val, length, begins in encoded.runs:
-        room = length if left is None else min(length, left - sum(tokens.values()))
-        if left is not None and room <= 0:
+    counts = replace(before.counts)
+    for run in encoded.runs:
+        taken = run.tokens if left is None else min(run.tokens, left - sum(tokens.values()))
+        if left is not None and sum(tokens.values()) >= left:
             break
-        name = "val" if is_val else "train"
-        tokens[name] += room
-        documents[name] += begins
+        name = "val" if run.is_val else "train"
+        tokens[name] += taken
+        documents[name] += run.begins
+        counts.documents += run.begins
+        counts.empty += run.empty
+        counts.repaired += run.repaired
+        counts.broken += run.broken
+        counts.text_bytes += run.text_bytes * taken // run.tokens if run.tokens else 0  # of one that is cut, its share
     views = {"train": memoryview(encoded.train), "val": memoryview(encoded.val)}
     files.append(
         {name: view[: tokens[name] * files.token_bytes] for name, view in views.items()},
@@ -284,13 +314,7 @@ def _append(files: TokenFiles, encoded: Encoded, place: Place, take: int | None)
                 name: Split(split.file, split.tokens + tokens[name], split.documents + documents[name])
                 for name, split in before.splits.items()
             },
-            counts=Counts(
-                documents=before.counts.documents + sum(documents.values()),
-                empty=before.counts.empty + encoded.empty,
-                repaired=before.counts.repaired + encoded.repaired,
-                broken=before.counts.broken + encoded.broken,
-                text_bytes=before.counts.text_bytes + encoded.text_bytes,
-            ),
+            counts=counts,
             standard_input=place.standard_input or before.standard_input,
         ),
     )

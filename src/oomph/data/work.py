@@ -17,7 +17,7 @@ from typing import IO, Any
 import msgspec
 
 from oomph.data.failure import DataError, cannot_write
-from oomph.data.manifest import MANIFEST, SET_FILES, SPLITS, Counts, Split
+from oomph.data.manifest import MANIFEST, SET_FILES, SPLITS, Counts, Split, check_parts
 from oomph.data.pieces import State
 from oomph.errors import InputError, Problem
 from oomph.files import write_whole
@@ -40,6 +40,16 @@ class Journal(msgspec.Struct):
         return sum(split.tokens for split in self.splits.values())
 
 
+def decode_journal(content: bytes) -> Journal:
+    """A journal as it was written; ValueError where it is none."""
+    try:
+        journal = msgspec.json.decode(content, type=Journal)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+    check_parts(journal.recipe, journal.splits)
+    return journal
+
+
 class WorkFolder:
     """The folder of one unfinished set, held by one process at a time."""
 
@@ -59,8 +69,8 @@ class WorkFolder:
         if not path.exists():
             return None
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Journal)
-        except (OSError, msgspec.MsgspecError) as error:
+            return decode_journal(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(
                 Problem(str(path), "cannot be read", found=str(error), allowed="--overwrite to begin anew")
             ) from None

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from oomph.data.encoders import Encoder
 from oomph.data.failure import DataError
-from oomph.data.pieces import Block, Broken, Part, Piece
+from oomph.data.pieces import Block, Broken, Part, Piece, cut
 from oomph.errors import Problem
 
 IN_HAND = 2  # blocks a worker has at once: one in work, one waiting
@@ -37,17 +37,25 @@ class Job:
     skip_broken: bool
 
 
+class Run(NamedTuple):
+    """What one piece of text became."""
+
+    is_val: bool = False
+    tokens: int = 0
+    text_bytes: int = 0
+    begins: bool = False  # a document begins with it
+    repaired: bool = False
+    empty: bool = False  # a document without text
+    broken: bool = False  # no document at all
+
+
 @dataclass
 class Encoded:
-    """A block's tokens, each split's together, and the documents they came from."""
+    """A block's tokens, each split's together, and the pieces they came from."""
 
     train: bytes = b""
     val: bytes = b""
-    runs: list[tuple[bool, int, bool]] = field(default_factory=list)  # (in val, tokens, a document begins): in order
-    text_bytes: int = 0
-    empty: int = 0
-    repaired: int = 0
-    broken: int = 0
+    runs: list[Run] = field(default_factory=list)  # in the order of the text
     problem: Problem | None = None  # the work must stop here
 
 
@@ -56,28 +64,31 @@ def encode_block(parts: Iterable[Part], job: Job) -> Encoded:
     import numpy as np
 
     result = Encoded()
-    pieces: list[Piece] = []
+    found: list[Piece | Run] = []
     for part in parts:
         for piece in part.pieces(job.val_fraction):
             if isinstance(piece, Broken):
                 if not job.skip_broken:
                     return Encoded(problem=piece.problem)
-                result.broken += 1
+                found.append(Run(broken=True))
             elif not piece.text and piece.begins and piece.ends:
-                result.empty += 1
+                found.append(Run(empty=True))
             else:
-                pieces.append(piece)
-                result.repaired += piece.repaired
+                found += cut(piece)
+    encoded = iter(job.encoder.encode([piece.text for piece in found if isinstance(piece, Piece)]))
     end = np.array([job.encoder.end_of_text or 0], dtype=job.dtype)
     ids: dict[bool, list[Any]] = {False: [], True: []}
-    for piece, tokens in zip(pieces, job.encoder.encode([piece.text for piece in pieces]), strict=True):
-        side = ids[piece.is_val]
+    for each in found:
+        if isinstance(each, Run):
+            result.runs.append(each)
+            continue
+        side, tokens = ids[each.is_val], next(encoded)
         side.append(tokens.astype(job.dtype, copy=False))
-        ending = piece.end_of_text and job.encoder.end_of_text is not None
+        ending = each.end_of_text and job.encoder.end_of_text is not None
         if ending:
             side.append(end)
-        result.runs.append((piece.is_val, len(tokens) + ending, piece.begins))
-        result.text_bytes += len(piece.text) if piece.text.isascii() else len(piece.text.encode())
+        text_bytes = len(each.text) if each.text.isascii() else len(each.text.encode())
+        result.runs.append(Run(each.is_val, len(tokens) + ending, text_bytes, each.begins, each.repaired))
     result.train, result.val = (np.concatenate(side).tobytes() if side else b"" for side in (ids[False], ids[True]))
     return result
 
