@@ -93,7 +93,6 @@ def test_a_model_that_cannot_be_had_says_why(file: Path, spec: str, said: str) -
 
 
 def test_a_hugging_face_config_of_another_family_is_traced(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     sizes = {
         "hidden_size": 32,
