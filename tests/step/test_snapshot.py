@@ -6,7 +6,6 @@ import pickle
 import pickletools
 import subprocess
 import sys
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from oomph.step import snapshot
 from oomph.step.ops import Buffer, Kind, Op, Phase, Section, Step
 
 MIB = 2**20
-needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch's own viewer comes with oomph[train]")
 
 
 def small_step() -> Step:
@@ -130,7 +128,6 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         snapshot.write(trace(Step((), ())), tmp_path / "file" / "x.pickle")
 
 
-@needs_torch
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("capacity_mib", [None, 80, 150])
 def test_pytorchs_own_tools_accept_it(tmp_path: Path, expandable: bool, capacity_mib: int | None) -> None:
@@ -143,7 +140,6 @@ def test_pytorchs_own_tools_accept_it(tmp_path: Path, expandable: bool, capacity
     assert "snapshot.pickle" in _memory_viz.trace_plot(data)
 
 
-@needs_torch
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["stats", "trace"])
 def test_pytorchs_command_accepts_the_file(written: Path, command: str) -> None:

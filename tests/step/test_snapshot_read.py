@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +240,6 @@ def test_any_history_of_the_right_shape_is_read_consistently(tmp_path: Path, his
     assert recording.peak_bytes >= max(recording.allocated_curve, default=0)
 
 
-@pytest.mark.skipif(find_spec("torch") is None, reason="the run to be recorded needs PyTorch (oomph[train])")
 def test_a_snapshot_that_pytorch_made_of_a_real_run_tells_gradients_and_state_to_the_byte(tmp_path: Path) -> None:
     import torch
     from torch.cuda import _memory_viz
