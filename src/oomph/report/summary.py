@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 
 import msgspec
 
+from oomph import peak
 from oomph.planner import NANOGPT_PEAK_FLOPS, Plan
-from oomph.report import peak
 from oomph.report.timeline import sparkline
 from oomph.units import count, duration, money, scientific
 

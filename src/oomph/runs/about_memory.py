@@ -130,7 +130,7 @@ def _headroom(case: Case) -> Iterator[Finding]:
 
 
 def _peak(plan: Plan) -> Finding:
-    from oomph.report.peak import sentences as about_peak
+    from oomph.peak import sentences as about_peak
 
     memory = plan.memory
     shares = {part.name: part.mib for part in memory.breakdown}
