@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,71 @@ def test_many_documents_of_characters_have_an_end_of_text_between_them(tmp_path:
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert (manifest.vocab_size, manifest.tokenizer.end_of_text) == (3, 2)
+
+
+def test_more_text_is_written_in_the_characters_of_a_set_that_is_there(tmp_path: Path) -> None:
+    itos = dict(enumerate("zyxab c"))  # an order that no text would give
+    (tmp_path / "meta.pkl").write_bytes(
+        pickle.dumps({"vocab_size": 7, "itos": itos, "stoi": {name: number for number, name in itos.items()}})
+    )
+    (tmp_path / "more.txt").write_text("abc xyz " * 20)
+    prepare([str(tmp_path / "more.txt")], tmp_path / "out", tokenizer=str(tmp_path / "meta.pkl"))
+    ids = np.frombuffer(b"".join(token_files(tmp_path / "out")), dtype=np.uint16)
+    assert "".join(itos[number] for number in ids.tolist()) == "abc xyz " * 20
+    assert read_meta_pickle(tmp_path / "out" / "meta.pkl")["itos"] == itos
+    assert not check(tmp_path / "out").failures
+
+
+def test_our_own_meta_pkl_gives_documents_the_same_end_of_text(tmp_path: Path) -> None:
+    first = str(write_jsonl(tmp_path / "a.jsonl", ["abc", "cab"]))
+    prepare([first], tmp_path / "one", tokenizer="chars", val_fraction=0)
+    prepare([first], tmp_path / "two", tokenizer=str(tmp_path / "one" / "meta.pkl"), val_fraction=0)
+    assert token_files(tmp_path / "one") == token_files(tmp_path / "two")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_character_that_a_given_vocabulary_lacks_is_named(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    prepare([str(tmp_path / "a.txt")], tmp_path / "one", tokenizer="chars")
+    (tmp_path / "b.txt").write_text("abc é")
+    with pytest.raises(InputError, match=r"not in it; found ' ' \(U\+0020\), 'é' \(U\+00E9\)"):
+        vocabulary = str(tmp_path / "one" / "meta.pkl")
+        prepare([str(tmp_path / "b.txt")], tmp_path / "two", tokenizer=vocabulary, workers=workers)
+    assert not (tmp_path / "two" / "train.bin").exists()
+
+
+def test_a_meta_pkl_without_characters_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 257}))
+    (tmp_path / "a.txt").write_text("abc")
+    with pytest.raises(InputError, match="no vocabulary of characters; found no itos"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer=str(tmp_path / "meta.pkl"))
+
+
+def test_a_text_split_by_its_tail_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc " * 50)
+    done = prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer="bytes")
+    assert done.manifest.counts.documents == 1
+    assert done.manifest.splits["val"].tokens == 20
+
+
+def test_info_says_which_file_of_a_set_is_gone_or_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc " * 50)
+    prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer="bytes")
+    assert info(tmp_path / "out")["state"] == "finished"
+    (tmp_path / "out" / "val.bin").unlink()
+    (tmp_path / "out" / "train.bin").write_bytes(b"12")
+    facts = info(tmp_path / "out")
+    assert facts["state"] == "damaged"
+    assert facts["damage"] == ["train.bin has 2 bytes, 360 were written", "val.bin is missing"]
+
+
+def test_a_source_written_again_is_refused_with_both_moments(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("abc " * 50)
+    os.utime(source, ns=(0, 1_700_000_000 * 10**9))
+    prepare([str(source)], tmp_path / "out", tokenizer="bytes")
+    os.utime(source, ns=(0, 1_700_000_060 * 10**9))
+    with pytest.raises(
+        InputError, match=r"written 2023-11-14 22:13:20\.0+ UTC before, 2023-11-14 22:14:20\.0+ UTC now"
+    ):
+        prepare([str(source)], tmp_path / "out", tokenizer="bytes")

@@ -73,7 +73,7 @@ def test_a_set_without_its_vocabulary_file_is_not_called_finished(tmp_path: Path
     source = str(write_jsonl(tmp_path / "a.jsonl", ["some text"] * 5))
     prepare([source], tmp_path / "out", tokenizer=spec)
     (tmp_path / "out" / name).unlink()
-    with pytest.raises(InputError, match=f"{name}: is not the file that was made"):
+    with pytest.raises(InputError, match=f"{name} is missing"):
         prepare([source], tmp_path / "out", tokenizer=spec)
     assert any(line.startswith(name) for line in check(tmp_path / "out").failures)
 

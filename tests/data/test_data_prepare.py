@@ -118,7 +118,7 @@ def test_a_changed_source_or_setting_is_refused_with_the_reason(
     with pytest.raises(InputError, match=r"source .*other.jsonl is new"):
         prepare([source, other], tmp_path / "out", tokenizer="bytes")
     write_jsonl(Path(source), documents[:5])
-    with pytest.raises(InputError, match=r"source .*source.jsonl has changed: size_bytes was \d+, is now \d+"):
+    with pytest.raises(InputError, match=r"source .*source.jsonl has changed: [\d,]+ bytes before, [\d,]+ now"):
         prepare([source], tmp_path / "out", tokenizer="bytes")
     assert token_files(tmp_path / "out") == before
 
@@ -147,7 +147,7 @@ def test_a_finished_set_that_was_damaged_is_not_called_finished(tmp_path: Path, 
     prepare([source], tmp_path / "out", tokenizer="bytes")
     with (tmp_path / "out" / "val.bin").open("ab") as file:
         file.write(b"xx")
-    with pytest.raises(InputError, match=r"val.bin: is not the file that was made"):
+    with pytest.raises(InputError, match=r"val.bin has [\d,]+ bytes, [\d,]+ were written"):
         prepare([source], tmp_path / "out", tokenizer="bytes")
 
 

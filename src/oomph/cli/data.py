@@ -87,7 +87,10 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="text: see below")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the set goes, such as data/name")
     parser.add_argument(
-        "--tokenizer", default="gpt2", metavar="NAME", help="gpt2 (default), bytes, chars, bpe:8192, tokenizer.json"
+        "--tokenizer",
+        default="gpt2",
+        metavar="NAME",
+        help="gpt2 (default), bytes, chars, bpe:8192, a tokenizer.json or meta.pkl",
     )
     parser.add_argument("--tokenizer_dir", metavar="FOLDER", help="where GPT-2's vocab.bpe or merges.txt lies")
     parser.add_argument("--end_of_text", metavar="TOKEN", help="the token between documents, of a tokenizer.json")
@@ -135,7 +138,7 @@ def _look(verb: str, argv: list[str]) -> int:
             _print_json(facts)
         else:
             _print_info(facts)
-        return 0
+        return 1 if facts.get("damage") else 0
     result = check(options.path)
     if options.json:
         _print_json({"folder": printable(result.folder), "checks": result.checks, "failures": result.failures})
@@ -170,6 +173,8 @@ def _as_facts(manifest: Any) -> dict[str, Any]:
 
 def _print_info(facts: dict[str, Any]) -> None:
     print(f"{facts['folder']}: {facts['state']}")
+    for line in facts.get("damage", []):
+        print(f"  WRONG      {line}")
     for name, split in facts["splits"].items():
         documents = f" in {split['documents']:,} documents" if "documents" in split else ""
         print(f"  {name:<10} {count(split['tokens'])} tokens ({split['tokens']:,}){documents}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from oomph.data import gpt2
 from oomph.data.failure import printable
+from oomph.data.manifest import read_meta_pickle
 from oomph.data.needs import need
 from oomph.errors import InputError, Problem, nearest
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]", "<|im_end|>")
-UNDERSTOOD = "gpt2, bytes, chars, bpe:SIZE (such as bpe:8192), or the path of a tokenizer.json"
+UNDERSTOOD = "gpt2, bytes, chars, bpe:SIZE (such as bpe:8192), or the path of a tokenizer.json or a meta.pkl"
 
 
 class Encoder(Protocol):
@@ -66,8 +67,9 @@ class CharEncoder:
 
     name = "chars"
 
-    def __init__(self, characters: str, with_end_of_text: bool) -> None:
+    def __init__(self, characters: str, with_end_of_text: bool, only_these: str | None = None) -> None:
         self.characters = characters
+        self.only_these = only_these  # where the vocabulary was given: the file that has no others
         self.end_of_text: int | None = len(characters) if with_end_of_text else None
         self.vocab_size = len(characters) + with_end_of_text
         self.sha256 = hashlib.sha256(characters.encode()).hexdigest()
@@ -80,7 +82,20 @@ class CharEncoder:
             self._table = np.full(0x110000, 2**32 - 1, dtype=np.uint32)
             codes = np.frombuffer(self.characters.encode("utf-32-le"), dtype=np.uint32)
             self._table[codes] = np.arange(len(codes), dtype=np.uint32)
-        return [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
+        ids = [self._table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
+        if self.only_these and any(len(each) and each.max() >= len(self.characters) for each in ids):
+            raise InputError(self._unknown(texts))
+        return ids
+
+    def _unknown(self, texts: Sequence[str]) -> Problem:
+        unknown = sorted({*"".join(texts)} - {*self.characters})
+        names = ", ".join(f"{character!r} (U+{ord(character):04X})" for character in unknown[:5])
+        return Problem(
+            f"--tokenizer {self.only_these}",
+            "the text has characters that are not in it",
+            found=names + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""),
+            allowed="--tokenizer chars, which takes the characters from the text",
+        )
 
 
 class JsonEncoder:
@@ -112,7 +127,8 @@ def needs_learning(spec: str) -> bool:
 
 def check_spec(spec: str, end_of_text: str | None = None) -> None:
     """Refuse a tokenizer that there is not, before any work; and an end-of-text token that it would not use."""
-    if end_of_text is not None and (spec in ("gpt2", "bytes", "chars") or spec.startswith("bpe:")):
+    own = spec in ("gpt2", "bytes", "chars") or spec.startswith("bpe:") or is_meta_pickle(spec)
+    if end_of_text is not None and own:
         raise InputError(
             Problem(
                 f"--end_of_text {end_of_text}",
@@ -139,7 +155,32 @@ def load(spec: str, tokenizer_dir: Path | None, end_of_text: str | None) -> Enco
         return Gpt2Encoder(tokenizer_dir)
     if spec == "bytes":
         return ByteEncoder()
+    if is_meta_pickle(spec):
+        return _characters_of(Path(spec))
     return JsonEncoder(Path(spec), printable(Path(spec).name), end_of_text)
+
+
+def is_meta_pickle(spec: str) -> bool:
+    """Whether it names nanoGPT's vocabulary of characters."""
+    return spec.endswith(".pkl")
+
+
+def _characters_of(path: Path) -> CharEncoder:
+    """The characters of a set that is there, in its order: more text in the same ids."""
+    itos = read_meta_pickle(path).get("itos")
+    names = [itos.get(number) for number in range(len(itos))] if isinstance(itos, dict) else []
+    with_end_of_text = names[-1:] == [gpt2.END_OF_TEXT]
+    characters = names[:-1] if with_end_of_text else names
+    if not characters or not all(isinstance(name, str) and len(name) == 1 for name in characters):
+        raise InputError(
+            Problem(
+                str(path),
+                "no vocabulary of characters",
+                found="no itos" if not names else "an itos with other entries",
+                allowed="the meta.pkl of a set made of characters: itos from 0 on, one character each",
+            )
+        )
+    return CharEncoder("".join(map(str, characters)), with_end_of_text, only_these=printable(path))
 
 
 def _tokenizer_from(content: bytes, where: str) -> Any:

@@ -44,9 +44,11 @@ def info(path: str | Path) -> dict[str, Any]:
     if manifest is not None:
         facts: dict[str, Any] = msgspec.to_builtins(manifest)
         sources = facts["recipe"]["sources"]
+        damage = manifest.damage(folder)
         return {
             "folder": printable(folder),
-            "state": "finished",
+            "state": "damaged" if damage else "finished",
+            "damage": damage,
             "made_by": "oomph data",
             **facts,
             "sources": len(sources),

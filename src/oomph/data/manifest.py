@@ -65,6 +65,18 @@ class Manifest(msgspec.Struct):
     def token_bytes(self) -> int:
         return token_bytes(self.dtype)
 
+    def damage(self, folder: Path) -> list[str]:
+        """Files of the set that are gone or of another size, without reading them."""
+        sizes = {split.file: split.tokens * self.token_bytes for split in self.splits.values()}
+        found = []
+        for name in {**sizes, **dict.fromkeys(self.files)}:
+            path = folder / name
+            if not path.is_file():
+                found.append(f"{name} is missing")
+            elif path.stat().st_size != sizes.get(name, path.stat().st_size):
+                found.append(f"{name} has {path.stat().st_size:,} bytes, {sizes[name]:,} were written")
+        return found
+
 
 def token_bytes(dtype: str) -> int:
     """Bytes a token takes in a file."""

@@ -62,7 +62,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     lines += [f"source {name} is new" for name in new if name not in old]
     for name, source in new.items():
         changed = [key for key in source if name in old and old[name].get(key) != source[key]]
-        lines += [f"source {name} has changed: {key} was {old[name].get(key)}, is now {source[key]}" for key in changed]
+        lines += [f"source {name} has changed: {_change(key, old[name].get(key), source[key])}" for key in changed]
     if not lines and before.get("sources") != now.get("sources"):
         lines.append("the sources are in another order")
     return lines
@@ -75,6 +75,21 @@ def refuse(out: str, state: str, lines: Sequence[str]) -> InputError:
     if len(lines) > 20:
         problems.append(Problem(f"--out {out}", f"and {len(lines) - 20} more differences"))
     return InputError(problems)
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    """One value of a source that is not as it was, in words."""
+    if key == "size_bytes" and isinstance(before, int):
+        return f"{before:,} bytes before, {now:,} now"
+    if key == "modified_ns" and isinstance(before, int):
+        return f"written {_moment(before)} before, {_moment(now)} now"
+    return f"{key} was {_brief(before)}, is now {_brief(now)}"
+
+
+def _moment(modified_ns: int) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(modified_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S.%f UTC")
 
 
 def _brief(value: Any) -> str:

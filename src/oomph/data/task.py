@@ -89,13 +89,9 @@ class Task:
             stream = StandardInput({**manifest.standard_input})  # raises where it differs
             if self.take is None and stream.read(1):
                 raise refuse(str(self.out), "a finished set", ["standard input is longer than it was"])
-        sizes = {split.file: split.tokens * manifest.token_bytes for split in manifest.splits.values()}
-        for name in {**sizes, **dict.fromkeys(manifest.files)}:
-            path = self.out / name
-            if not path.is_file() or path.stat().st_size != sizes.get(name, path.stat().st_size):
-                raise InputError(
-                    Problem(str(path), "is not the file that was made", allowed="--overwrite to make the set anew")
-                )
+        if damage := manifest.damage(self.out):
+            cure = "--overwrite to make the set anew"
+            raise InputError(Problem(f"--out {self.out}", line, allowed=cure) for line in damage)
         return Prepared(self.out, manifest, already=True)
 
     def run(self, overwrite: bool, workers: int, show_progress: bool) -> Prepared:
@@ -234,6 +230,7 @@ class Task:
     def _manifest(self, files: TokenFiles, encoder: Encoder, dtype: Literal["uint16", "uint32"]) -> Manifest:
         """The manifest, and beside the token files what is needed to turn ids back into text."""
         journal = files.journal
+        counts = replace(journal.counts, documents=1) if self.splitting.by == TAIL else journal.counts  # cut in two
         names = [split.file for split in journal.splits.values()]
         extra = None
         if isinstance(encoder, CharEncoder):
@@ -254,7 +251,7 @@ class Task:
             vocab_size=encoder.vocab_size,
             tokenizer=info,
             splits=journal.splits,
-            counts=journal.counts,
+            counts=counts,
             files=names,
             recipe=self.recipe,
             standard_input=journal.standard_input,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from oomph.data.encoders import Encoder
 from oomph.data.failure import DataError
 from oomph.data.pieces import Block, Broken, Part, Piece, cut
-from oomph.errors import Problem
+from oomph.errors import InputError, Problem
 
 IN_HAND = 2  # blocks a worker has at once: one in work, one waiting
 AHEAD = 4  # blocks a worker, that may be begun before the oldest is written
@@ -75,7 +75,10 @@ def encode_block(parts: Iterable[Part], job: Job) -> Encoded:
                 found.append(Run(empty=True))
             else:
                 found += cut(piece)
-    encoded = iter(job.encoder.encode([piece.text for piece in found if isinstance(piece, Piece)]))
+    try:
+        encoded = iter(job.encoder.encode([piece.text for piece in found if isinstance(piece, Piece)]))
+    except InputError as error:
+        return Encoded(problem=error.problems[0])
     end = np.array([job.encoder.end_of_text or 0], dtype=job.dtype)
     ids: dict[bool, list[Any]] = {False: [], True: []}
     for each in found:
