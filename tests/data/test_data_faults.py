@@ -111,7 +111,7 @@ def test_broken_utf8_is_replaced_counted_and_said(tmp_path: Path) -> None:
         [str(tmp_path / "a.txt")], tmp_path / "out", tokenizer="bytes", val_fraction=0, reading=Reading(separator="\0")
     )
     assert done.manifest.counts.repaired == 1
-    assert any("broken UTF-8 in 1 documents" in note for note in done.notes)
+    assert any("broken UTF-8 in 1 document was" in note for note in done.notes)
     ids = (tmp_path / "out" / "train.bin").read_bytes()[::2]
     assert "bad \ufffd\ufffd".encode() in ids
 

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from oomph.cli.arguments import VerbParser
+from oomph.cli.output import emit, emit_json
 from oomph.data.failure import printable
 from oomph.errors import InputError, Problem
 from oomph.units import MIB, count, duration
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int:
         print(f"interrupted: {'the same call begins anew' if options.overwrite else kept}", file=sys.stderr)
         return 130
     if options.json:
-        _print_json(
+        emit_json(
             {
                 "folder": printable(done.folder),
                 "already": done.already,
@@ -135,31 +136,31 @@ def _look(verb: str, argv: list[str]) -> int:
     if verb == "info":
         facts = info(options.path)
         if options.json:
-            _print_json(facts)
+            emit_json(facts)
         else:
             _print_info(facts)
         return 1 if facts.get("damage") else 0
     result = check(options.path)
     if options.json:
-        _print_json({"folder": printable(result.folder), "checks": result.checks, "failures": result.failures})
+        emit_json({"folder": printable(result.folder), "checks": result.checks, "failures": result.failures})
     else:
         for line in result.checks:
-            print(f"ok     {line}")
+            emit(f"ok     {line}\n")
         for line in result.failures:
-            print(f"WRONG  {line}")
+            emit(f"WRONG  {line}\n")
     return 1 if result.failures else 0
 
 
 def _print_done(done: Any) -> None:
     if done.already:
-        print(f"{printable(done.folder)} is finished already, from the same sources with the same settings")
+        emit(f"{printable(done.folder)} is finished already, from the same sources with the same settings\n")
     _print_info({"folder": printable(done.folder), "state": "finished", **_as_facts(done.manifest)})
     if not done.already:
         rate = done.manifest.counts.text_bytes / MIB / max(done.seconds, 1e-9)
         made = (
             f", after {done.resumed_tokens:,} tokens of earlier calls" if done.resumed_tokens else f", {rate:.1f} MiB/s"
         )
-        print(f"  took       {duration(done.seconds)} with {done.workers} workers{made}")
+        emit(f"  took       {duration(done.seconds)} with {done.workers} workers{made}\n")
     for note in done.notes:
         print(f"NOTE: {note}", file=sys.stderr)
 
@@ -172,26 +173,20 @@ def _as_facts(manifest: Any) -> dict[str, Any]:
 
 
 def _print_info(facts: dict[str, Any]) -> None:
-    print(f"{facts['folder']}: {facts['state']}")
+    emit(f"{facts['folder']}: {facts['state']}\n")
     for line in facts.get("damage", []):
-        print(f"  WRONG      {line}")
+        emit(f"  WRONG      {line}\n")
     for name, split in facts["splits"].items():
         documents = f" in {split['documents']:,} documents" if "documents" in split else ""
-        print(f"  {name:<10} {count(split['tokens'])} tokens ({split['tokens']:,}){documents}")
+        emit(f"  {name:<10} {count(split['tokens'])} tokens ({split['tokens']:,}){documents}\n")
     if tokenizer := facts.get("tokenizer"):
-        print(f"  tokenizer  {tokenizer['name']}, end of text {tokenizer['end_of_text']}")
+        emit(f"  tokenizer  {tokenizer['name']}, end of text {tokenizer['end_of_text']}\n")
     if "vocab_size" in facts:
         origin = f" ({facts['vocab_size_from']})" if "vocab_size_from" in facts else ""
-        print(f"  vocabulary {facts['vocab_size']:,} ids as {facts['dtype']}{origin}")
+        emit(f"  vocabulary {facts['vocab_size']:,} ids as {facts['dtype']}{origin}\n")
     if counts := facts.get("counts"):
         sources = f"{facts['sources']:,} sources"
-        print(f"  text       {counts['text_bytes'] / MIB:,.1f} MiB in {counts['documents']:,} documents, {sources}")
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+        emit(f"  text       {counts['text_bytes'] / MIB:,.1f} MiB in {counts['documents']:,} documents, {sources}\n")
 
 
 def _tokens(text: str) -> int:

@@ -113,6 +113,13 @@ class JsonEncoder:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.end_of_text: int | None = vocabulary[_end_of_text_name(vocabulary, end_of_text, str(path))]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokenizer": None}  # its own pickling forgets how special tokens are treated
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._tokenizer = _tokenizer_from(self.content, self.name)
+
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         import numpy as np
 
@@ -140,7 +147,7 @@ def check_spec(spec: str, end_of_text: str | None = None) -> None:
         return
     if spec.startswith("bpe:"):
         size = spec.removeprefix("bpe:")
-        if not size.isdecimal() or not 257 <= int(size) <= 2**20:
+        if not (size.isascii() and size.isdecimal()) or not 257 <= int(size) <= 2**20:
             raise InputError(
                 Problem(f"--tokenizer {spec}", "not a vocabulary size", found=size, allowed="bpe:257 to bpe:1048576")
             )
@@ -192,6 +199,7 @@ def _tokenizer_from(content: bytes, where: str) -> Any:
         raise InputError(Problem(where, "not a tokenizer.json", found=found)) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # text that spells a special token is ordinary text
     return tokenizer
 
 

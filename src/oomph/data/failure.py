@@ -14,9 +14,13 @@ def printable(name: object) -> str:
     return str(name).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
+def is_full(error: OSError) -> bool:
+    """Whether the disk, or the user's share of it, has no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def cannot_write(where: str, error: OSError) -> DataError:
     """The failure of a write, with its cure."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    cure = "free some room and call again" if full else "mend that and call again"
+    cure = "free some room and call again" if is_full(error) else "mend that and call again"
     reason = error.strerror or type(error).__name__
     return DataError(f"{where}: cannot be written: {reason}. What was finished before is kept: {cure}.")

@@ -90,6 +90,8 @@ def check(path: str | Path) -> Checked:
         missing = [name for name in manifest.files if not (folder / name).is_file()]
         result.failures += [f"{name}: is missing" for name in missing if name != manifest.tokenizer.file]
         _check_vocabulary(result, manifest)
+        if META_PICKLE in manifest.files and manifest.tokenizer.file != META_PICKLE:
+            _check_size(result, manifest)
     return result
 
 
@@ -127,6 +129,19 @@ def _check_split(result: Checked, path: Path, manifest: Manifest | None, vocab_s
         result.checks.append(f"{path.name}: SHA-256 as written")
 
 
+def _check_size(result: Checked, manifest: Manifest) -> None:
+    """The meta.pkl from which nanoGPT takes the size of the vocabulary."""
+    try:
+        size = read_meta_pickle(result.folder / META_PICKLE).get("vocab_size")
+    except InputError as error:
+        result.failures.append(f"{META_PICKLE}: {error.problems[0].what}")
+        return
+    if size == manifest.vocab_size:
+        result.checks.append(f"{META_PICKLE}: the vocabulary's {manifest.vocab_size:,}")
+    else:
+        result.failures.append(f"{META_PICKLE}: says {size}, the vocabulary has {manifest.vocab_size:,}")
+
+
 def _check_vocabulary(result: Checked, manifest: Manifest) -> None:
     """The file that turns ids back into text, where the set needs one."""
     name = manifest.tokenizer.file
@@ -150,11 +165,11 @@ def _check_vocabulary(result: Checked, manifest: Manifest) -> None:
 
 
 def _folder(path: str | Path) -> Path:
-    folder = Path(path)
-    if folder.is_file():
-        folder = folder.parent
-    if (folder / WORK).is_dir() or (folder / "train.bin").is_file() or read_manifest(folder) is not None:
-        return folder
+    """Where a set or the beginning of one lies, looked for in the order in which `find_dataset` looks."""
+    named = Path(path).parent if Path(path).is_file() else Path(path)
+    for folder in (Path("data") / named, named):
+        if (folder / WORK).is_dir() or (folder / "train.bin").is_file() or read_manifest(folder) is not None:
+            return folder
     return find_dataset(str(path))
 
 

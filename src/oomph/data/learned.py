@@ -5,29 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from oomph.data.encoders import CharEncoder, Encoder, JsonEncoder
 from oomph.data.gpt2 import END_OF_TEXT
 from oomph.data.manifest import TOKENIZER
 from oomph.data.needs import need
 from oomph.data.pieces import Block, Piece
-from oomph.files import write_whole
+from oomph.data.work import WorkFolder
 
 SAMPLE_BYTES = 2**26  # of the training documents, from the first on, that a BPE is trained on
 CHARACTERS = "characters.txt"
 
 
 def learn(
-    spec: str, blocks: Iterator[Block], folder: Path, val_fraction: float, documents: bool, take: int | None
+    spec: str, blocks: Iterator[Block], folder: WorkFolder, val_fraction: float, documents: bool, take: int | None
 ) -> Encoder:
     """The tokenizer, from the file an earlier call left in `folder` or from the text."""
-    file = folder / (CHARACTERS if spec == "chars" else TOKENIZER)
+    file = folder.path / (CHARACTERS if spec == "chars" else TOKENIZER)
     if not file.exists():
         if spec == "chars":
-            write_whole(file, _characters(blocks, val_fraction, take).encode())
+            folder.write(file.name, _characters(blocks, val_fraction, take).encode())
         else:
-            write_whole(file, _train_bpe(int(spec.removeprefix("bpe:")), blocks, val_fraction))
+            folder.write(file.name, _train_bpe(int(spec.removeprefix("bpe:")), blocks, val_fraction))
     if spec == "chars":
         return CharEncoder(file.read_bytes().decode(), with_end_of_text=documents)
     return JsonEncoder(file, spec, END_OF_TEXT)

@@ -79,11 +79,13 @@ class TextPart:
 class Rows:
     """Documents that were read as text already."""
 
-    texts: tuple[str | bytes | None, ...]  # bytes where a format calls them text and does not see to it
+    texts: tuple[str | bytes | Broken | None, ...]  # bytes where a format calls them text and does not see to it
 
     def pieces(self, val_fraction: float) -> Iterator[Piece | Broken]:
         for text in self.texts:
-            if isinstance(text, bytes):
+            if isinstance(text, Broken):
+                yield text
+            elif isinstance(text, bytes):
                 decoded, repaired = decode(text)
                 yield whole(decoded, val_fraction)._replace(repaired=repaired)
             else:
@@ -150,12 +152,13 @@ def cut_place(data: bytes, limit: int) -> int:
     white space, which is exact for GPT-2's pattern; failing that, between two characters.
     """
     lowest = limit // 2
-    place = limit
     fallback = 0
-    while True:
-        place = max(data.rfind(b" ", lowest, place), data.rfind(b"\n", lowest, place))
-        if place <= 0:
-            break
+    space, newline = data.rfind(b" ", lowest, limit), data.rfind(b"\n", lowest, limit)
+    while (place := max(space, newline)) > 0:
+        if place == space:  # the next one back, of that kind alone: a run of either is walked through once
+            space = data.rfind(b" ", lowest, place)
+        else:
+            newline = data.rfind(b"\n", lowest, place)
         if data[place - 1 : place].isalnum():
             return place
         if not fallback and not _ends_in_space(data[max(0, place - 4) : place]):

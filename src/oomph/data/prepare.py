@@ -42,6 +42,8 @@ def prepare(
     reading = reading or Reading()
     need("numpy", "oomph data")
     _check_numbers(take, workers)
+    if not str(out):
+        raise InputError(Problem("--out ''", "names no folder", allowed="a folder, such as data/name"))
     encoders.check_spec(tokenizer, end_of_text)
     found = resolve(names, reading)
     if found.ignored:

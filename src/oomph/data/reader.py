@@ -46,16 +46,16 @@ class Batches:
         world_size: int = 1,
         state: State | None = None,
     ) -> None:
+        self.batch_size, self.block_size = batch_size, block_size
+        self.order, self.seed = order, seed
+        self.rank, self.world_size = rank, world_size
+        self._check()
         folder = find_dataset(str(dataset))
         self.path = folder / f"{split}.bin"
         self.manifest = read_manifest(folder)
         self._tokens, self._windows = _open(self.path, self.manifest, block_size)
-        self.batch_size, self.block_size = batch_size, block_size
-        self.order, self.seed = order, seed
-        self.rank, self.world_size = rank, world_size
         self.position = 0  # windows read, over all ranks
         self._known: tuple[int, Any] = (0, ())  # where a stretch of windows begins: computed many at once, for speed
-        self._check()
         if state is not None:
             self.load_state(state)
 
@@ -63,12 +63,13 @@ class Batches:
         problems = []
         if self.order not in ORDERS:
             problems.append(Problem("order", "no such order", found=self.order, allowed=" or ".join(ORDERS)))
-        if self.batch_size < 1:
-            problems.append(Problem("batch_size", "too small", found=str(self.batch_size), allowed="at least 1"))
-        if not 0 <= self.rank < self.world_size:
-            problems.append(
-                Problem("rank", "out of range", found=str(self.rank), allowed=f"0 to {self.world_size - 1}")
-            )
+        for name in ("batch_size", "block_size", "world_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                problems.append(Problem(name, "not a size", found=str(value), allowed="a whole number of at least 1"))
+        ranks = self.world_size if isinstance(self.world_size, int) and self.world_size > 0 else 1
+        if not (isinstance(self.rank, int) and 0 <= self.rank < ranks):
+            problems.append(Problem("rank", "out of range", found=str(self.rank), allowed=f"0 to {ranks - 1}"))
         if problems:
             raise InputError(problems)
 
@@ -104,10 +105,10 @@ class Batches:
         position = state.get("position")
         if not isinstance(position, int) or position < 0:
             problems.append(Problem("the reader's state", "no position", found=str(position), allowed="0 or more"))
-        else:
-            self.position = position
         if problems:
             raise InputError(problems)
+        assert isinstance(position, int)
+        self.position = position
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         return self
@@ -152,7 +153,7 @@ def _open(path: Path, manifest: Manifest | None, block_size: int) -> tuple[Any, 
         size = path.stat().st_size
         if size % dtype.itemsize or (manifest and size != manifest.splits[path.stem].tokens * dtype.itemsize):
             raise InputError(Problem(str(path), "cut short or not a token file", found=f"{size} bytes"))
-        if block_size < 1 or size // dtype.itemsize <= block_size:
+        if size // dtype.itemsize <= block_size:
             raise InputError(
                 Problem(
                     str(path),

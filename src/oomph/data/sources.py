@@ -73,7 +73,9 @@ def resolve(names: Sequence[str], reading: Reading) -> Found:
     if list(names).count("-") > 1:
         problems.append(Problem("-", "standard input can be read only once", found="- twice"))
     for name in names:
-        if name == "-":
+        if name in ("", "hf:"):
+            problems.append(Problem(f"SOURCE {name!r}", "names nothing", allowed=UNDERSTOOD))
+        elif name == "-":
             found.sources.append(_standard_input(reading))
         elif name.startswith("hf:"):
             found.sources.append(_hub(name, reading))
@@ -186,6 +188,9 @@ def _add_file(path: Path, reading: Reading, found: Found, problems: list[Problem
         if real in seen:
             return
         seen.add(real)
+        if not path.is_file() and not path.is_dir() and path.exists():  # opening a pipe would wait for its writer
+            problems.append(Problem(printable(path), "not a file", allowed="- to read a pipe as standard input"))
+            return
         with path.open("rb"):
             state: State = {**identity(path)}
     except OSError as error:

@@ -110,7 +110,7 @@ class StandardInput:
             raise InputError(
                 Problem(
                     "standard input",
-                    "is not what the unfinished set was made from",
+                    "is not what the set was made from",
                     allowed="the same input again, or --overwrite to begin anew",
                 )
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from oomph.data.failure import DataError
 from oomph.data.needs import need
-from oomph.data.pieces import BLOCK_BYTES, Block, Rows, State
+from oomph.data.pieces import BLOCK_BYTES, Block, Broken, Rows, State
 from oomph.errors import InputError, Problem, nearest
 
 MAX_ROWS = 64  # taken from a parquet file at once; fewer where they are large
@@ -144,16 +144,19 @@ class HubSource:
         stream = self._dataset[1]
         if "state" in at:
             stream.load_state_dict(json.loads(str(at["state"])))
-        texts: list[str | None] = []
-        size = 0
+        texts: list[str | bytes | Broken | None] = []
+        size, number = 0, int(at.get("row", 0))
         for row in self._rows(stream):
-            texts.append(self._text(row))
-            size += len(texts[-1] or "")
+            number += 1
+            text = self._text(row, number)
+            texts.append(text)
+            size += len(text) if isinstance(text, str) else 0
             if size >= BLOCK_BYTES:
-                yield Block((Rows(tuple(texts)),), size, {"state": json.dumps(stream.state_dict())}, 0)
+                place: State = {"state": json.dumps(stream.state_dict()), "row": number}
+                yield Block((Rows(tuple(texts)),), size, place, 0)
                 texts, size = [], 0
         if texts:
-            yield Block((Rows(tuple(texts)),), size, {"state": json.dumps(stream.state_dict())}, 0)
+            yield Block((Rows(tuple(texts)),), size, {"state": json.dumps(stream.state_dict()), "row": number}, 0)
 
     def _rows(self, stream: Any) -> Iterator[dict[str, Any]]:
         try:
@@ -165,10 +168,14 @@ class HubSource:
                 "What was finished before is kept: call again to go on."
             ) from None
 
-    def _text(self, row: dict[str, Any]) -> str | None:
+    def _text(self, row: dict[str, Any], number: int) -> str | Broken | None:
         text = row.get(self.key)
         if isinstance(text, str) or (text is None and self.key in row):
             return text
+        if self.key in row:
+            kind = type(text).__name__
+            problem = Problem(f"{self.name}, row {number:,}", f"no text under '{self.key}'", found=kind)
+            return Broken(problem)
         raise InputError(
             Problem(
                 self.name,

@@ -160,20 +160,29 @@ class Task:
             self.say(f"going on after {resumed:,} tokens of an earlier call")
         job = Job(encoder, "<u2" if dtype == "uint16" else "<u4", self.splitting.val_fraction, self.skip_broken)
         try:
+            self._check_standard_input(files.journal)
             self._fill(files, job, workers, show_progress)
             if not files.journal.tokens:
                 raise InputError(Problem("SOURCE", "no text in it", found=_emptiness(files.journal)))
             manifest = self._manifest(files, encoder, dtype)
-            files.write(MANIFEST, to_json(manifest))
+            files.folder.write(MANIFEST, to_json(manifest))
         finally:
             files.close()
         return Prepared(self.out, manifest, resumed_tokens=resumed, notes=self._notes(manifest))
+
+    def _check_standard_input(self, journal: Journal) -> None:
+        """Where an earlier call has read all of it, nothing else would notice that it is another."""
+        before = any(source.name == "-" for source in self.sources[: journal.source])
+        if before and journal.standard_input is not None:
+            stream = StandardInput({**journal.standard_input})  # raises where it differs
+            if stream.read(1):
+                raise refuse(str(self.out), "an unfinished set", ["standard input is longer than it was"])
 
     def _learn(self, folder: WorkFolder) -> Encoder:
         self.say("reading the text once, to learn its vocabulary")
         blocks = (block for block, _ in self._blocks(0, {}))
         many = self.splitting.by != TAIL
-        return learn(self.spec, blocks, folder.path, self.splitting.val_fraction, many, self.take)
+        return learn(self.spec, blocks, folder, self.splitting.val_fraction, many, self.take)
 
     def _fill(self, files: TokenFiles, job: Job, workers: int, show_progress: bool) -> None:
         """Write until the sources end or enough is taken; save the journal on every way out."""
@@ -230,20 +239,22 @@ class Task:
     def _manifest(self, files: TokenFiles, encoder: Encoder, dtype: Literal["uint16", "uint32"]) -> Manifest:
         """The manifest, and beside the token files what is needed to turn ids back into text."""
         journal = files.journal
-        counts = replace(journal.counts, documents=1) if self.splitting.by == TAIL else journal.counts  # cut in two
+        counts = journal.counts
+        if self.splitting.by == TAIL:  # one document, cut in two
+            counts = replace(counts, documents=1, empty=0)
         names = [split.file for split in journal.splits.values()]
         extra = None
         if isinstance(encoder, CharEncoder):
             extra = META_PICKLE
-            files.write(extra, meta_pickle(encoder.characters, encoder.end_of_text))
+            files.folder.write(extra, meta_pickle(encoder.characters, encoder.end_of_text))
         elif isinstance(encoder, JsonEncoder):
             extra = TOKENIZER
-            files.write(extra, encoder.content)
+            files.folder.write(extra, encoder.content)
             names.append(extra)
         if not isinstance(encoder, Gpt2Encoder):  # without it, nanoGPT would take GPT-2's vocabulary
             names.append(META_PICKLE)
             if extra != META_PICKLE:
-                files.write(META_PICKLE, size_pickle(encoder.vocab_size))
+                files.folder.write(META_PICKLE, size_pickle(encoder.vocab_size))
         info = TokenizerInfo(encoder.name, encoder.vocab_size, encoder.end_of_text, encoder.sha256, extra)
         return Manifest(
             version=VERSION,
@@ -269,17 +280,23 @@ class Task:
         counts, tokens = manifest.counts, sum(split.tokens for split in manifest.splits.values())
         if self.take is not None and tokens < self.take:
             notes.append(f"the sources end after {tokens:,} tokens: fewer than the {self.take:,} asked for")
+        if not manifest.splits["train"].tokens:
+            notes.append("the training split is empty: lower --val_fraction, or give more text")
         if not manifest.splits["val"].tokens:
             notes.append(f"the validation split is empty: {self._why_no_validation()}")
         if counts.repaired:
-            notes.append(f"broken UTF-8 in {counts.repaired:,} documents was replaced by U+FFFD")
+            notes.append(f"broken UTF-8 in {_documents(counts.repaired)} was replaced by U+FFFD")
         if counts.empty:
-            notes.append(f"{counts.empty:,} documents without text were left out")
+            notes.append(f"left out for having no text: {_documents(counts.empty)}")
         if counts.broken:
             notes.append(f"{counts.broken:,} broken rows were skipped")
         if manifest.dtype == "uint32":
             notes.append("the vocabulary needs 32 bits: nanoGPT itself reads only 16-bit token files")
         return notes
+
+
+def _documents(number: int) -> str:
+    return "1 document" if number == 1 else f"{number:,} documents"
 
 
 def _append(files: TokenFiles, encoded: Encoded, place: Place, take: int | None) -> bool:
@@ -288,6 +305,7 @@ def _append(files: TokenFiles, encoded: Encoded, place: Place, take: int | None)
     left = None if take is None else take - before.tokens
     tokens, documents = {"train": 0, "val": 0}, {"train": 0, "val": 0}
     counts = replace(before.counts)
+    repaired = before.repaired  # the document in work, counted once however long it is
     for run in encoded.runs:
         taken = run.tokens if left is None else min(run.tokens, left - sum(tokens.values()))
         if left is not None and sum(tokens.values()) >= left:
@@ -297,7 +315,9 @@ def _append(files: TokenFiles, encoded: Encoded, place: Place, take: int | None)
         documents[name] += run.begins
         counts.documents += run.begins
         counts.empty += run.empty
-        counts.repaired += run.repaired
+        repaired = repaired and not run.begins
+        counts.repaired += run.repaired and not repaired
+        repaired = repaired or run.repaired
         counts.broken += run.broken
         counts.text_bytes += run.text_bytes * taken // run.tokens if run.tokens else 0  # of one that is cut, its share
     views = {"train": memoryview(encoded.train), "val": memoryview(encoded.val)}
@@ -312,6 +332,7 @@ def _append(files: TokenFiles, encoded: Encoded, place: Place, take: int | None)
                 for name, split in before.splits.items()
             },
             counts=counts,
+            repaired=repaired,
             standard_input=place.standard_input or before.standard_input,
         ),
     )

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import msgspec
 
-from oomph.data.failure import DataError, cannot_write
+from oomph.data.failure import DataError, cannot_write, is_full
 from oomph.data.manifest import MANIFEST, SET_FILES, SPLITS, Counts, Split, check_parts
 from oomph.data.pieces import State
 from oomph.errors import InputError, Problem
@@ -33,6 +33,7 @@ class Journal(msgspec.Struct):
     at: State = msgspec.field(default_factory=dict)  # and the place in it
     splits: dict[str, Split] = msgspec.field(default_factory=lambda: {name: Split(f"{name}.bin") for name in SPLITS})
     counts: Counts = msgspec.field(default_factory=Counts)
+    repaired: bool = False  # the document in work is counted as repaired
     standard_input: dict[str, int | str] | None = None
 
     @property
@@ -60,6 +61,8 @@ class WorkFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("wb")
         except OSError as error:
+            if is_full(error):
+                raise cannot_write(str(out), error) from None
             raise InputError(Problem(f"--out {out}", "cannot be written", found=error.strerror)) from None
         _take_lock(self._lock, out)
 
@@ -77,12 +80,21 @@ class WorkFolder:
 
     def write_journal(self, journal: Journal) -> None:
         """The journal, whole or not at all."""
-        write_whole(self.path / JOURNAL, msgspec.json.encode(journal))
+        self.write(JOURNAL, msgspec.json.encode(journal))
+
+    def write(self, name: str, content: bytes) -> None:
+        """A small file of the unfinished set, whole or not at all."""
+        try:
+            write_whole(self.path / name, content)
+        except InputError as error:  # the folder could be made: the disk is full, or gone
+            raise DataError(f"{error}. What was finished before is kept: mend that and call again.") from None
 
     def clear(self) -> None:
         """Forget all that was begun; the lock stays."""
         for entry in self.path.iterdir():
-            if entry.name != LOCK:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != LOCK:
                 entry.unlink()
 
     def publish(self, names: Sequence[str]) -> None:
@@ -164,8 +176,14 @@ class TokenFiles:
                 while view:
                     view = view[self._files[name].write(view) :]
             except OSError as error:
+                self._cut_back()  # which makes room for the journal that vouches for the rest
                 raise cannot_write(str(self.folder.path / f"{name}.bin"), error) from None
         self._state = journal, digests
+
+    def _cut_back(self) -> None:
+        with suppress(OSError):
+            for name, split in self.journal.splits.items():
+                self._files[name].truncate(split.tokens * self.token_bytes)
 
     def save(self) -> None:
         """Make all of it last: the bytes first, then the journal that vouches for them."""
@@ -176,19 +194,12 @@ class TokenFiles:
                 journal.splits[name].sha256 = digests[name].hexdigest()
         except OSError as error:
             raise cannot_write(str(self.folder.path), error) from None
-        self.write(JOURNAL, msgspec.json.encode(journal))
+        self.folder.write_journal(journal)
 
     def save_quietly(self) -> None:
         """Save on the way out of a failure, if that can be: what went wrong first is what the user must read."""
         with suppress(DataError):
             self.save()
-
-    def write(self, name: str, content: bytes) -> None:
-        """A small file of the unfinished set, whole or not at all."""
-        try:
-            write_whole(self.folder.path / name, content)
-        except InputError as error:  # the path was fine when the work began: the disk is full, or gone
-            raise DataError(f"{error}. What was finished before is kept: mend that and call again.") from None
 
     def close(self) -> None:
         for file in self._files.values():
