@@ -30,8 +30,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 slow: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --ignore=tests/training
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/training  # a process that has not traced: see docs/how.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -143,7 +143,7 @@ def test_a_terminal_without_unicode_still_gets_the_figures() -> None:
 
 
 def test_markup_in_what_the_user_wrote_is_shown_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "plan", "gpt2", "--gpu", "RTX 4090", "--currency=[/b]")
+    code, out, _ = run(capsys, "plan", "gpt2", "--gpu", "RTX 4090", "--currency=[/b]", "--price_kwh=0.3")
     assert code == 0
     assert "[/b]" in out
 

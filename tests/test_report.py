@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import oomph
-from oomph.report import peak
+from oomph import peak
 from oomph.report.palette import segments
 from oomph.report.summary import summarise
 from oomph.report.timeline import sparkline

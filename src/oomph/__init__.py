@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from oomph.checking import check as check
     from oomph.config import TrainConfig as TrainConfig
     from oomph.config import load as load_config
     from oomph.devices import Device as Device
@@ -36,6 +37,7 @@ _HOMES = {
     "InputError": ("oomph.errors", "InputError"),
     "Plan": ("oomph.planner", "Plan"),
     "TrainConfig": ("oomph.config", "TrainConfig"),
+    "check": ("oomph.checking", "check"),
     "fit": ("oomph.fitting", "fit"),
     "compare": ("oomph.runs.compare", "compare"),
     "explain": ("oomph.runs.explain", "explain"),
@@ -52,6 +54,7 @@ __all__ = [
     "Plan",
     "TrainConfig",
     "__version__",
+    "check",
     "compare",
     "explain",
     "find_gpu",

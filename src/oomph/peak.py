@@ -11,8 +11,11 @@ from oomph.units import mib
 LOGITS_SHARE = 0.5  # a buffer of at least half the half-precision logits counts as one of the vocabulary's size
 
 
-def sentences(about: Plan) -> list[str]:
-    """Who holds the peak, in which share, and what would remove it; the largest share first."""
+def sentences(about: Plan, simulate: bool = True) -> list[str]:
+    """Who holds the peak, in which share, and what would remove it; the largest share first.
+
+    Without `simulate`, what needs another simulation to be told is left out.
+    """
     memory = about.memory
     shares = {part.name: part.mib for part in memory.breakdown}
     found = [f"fullest in {memory.peak_at}: {memory.allocated_mib:,.0f} MiB allocated"]
@@ -22,7 +25,7 @@ def sentences(about: Plan) -> list[str]:
     ]
     found += [sentence for _, sentence in sorted(facts, key=lambda fact: -fact[0]) if sentence]
     found.append(_weights(about, shares))
-    found += _without_logits(about)
+    found += _without_logits(about) if simulate else []
     return found
 
 

@@ -12,18 +12,26 @@ import msgspec
 
 from oomph import config as configs
 from oomph import devices
+from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
 from oomph.predict import clock, cost
+from oomph.predict.duration import Time as Time
+from oomph.predict.duration import predict_time
+from oomph.predict.duration import tokens_per_step as tokens_per_step
 from oomph.predict.footprint import Footprint, footprint
 from oomph.step import gpt, params
 from oomph.step.ops import Phase, Step
 from oomph.step.params import Parameter
 
 PROGRAMS = {"nanogpt": "nanoGPT", "oomph": "oomph train"}
+Config = LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 POSITIONS = "transformer.wpe.weight"  # nanoGPT counts its parameters without them
-NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT's estimate_mfu divides by an A100's bfloat16 peak, whatever the card
+DECIDED_BY_THE_MODEL = (
+    "n_layer", "n_head", "n_embd", "vocab_size", "dropout", "bias", "tie_weights", "init_from", "return_logits",
+    "loss_chunk", "checkpoint_layers",
+)  # fmt: skip
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -36,23 +44,6 @@ class Model(msgspec.Struct, frozen=True):
     decay_tensors: int
     no_decay_tensors: int
     groups: dict[str, int]  # parameters by part of the model
-
-
-class Time(msgspec.Struct, frozen=True):
-    """How long, and how well the device is used."""
-
-    step_ms: float
-    micro_step_ms: float
-    tokens_per_s: float
-    tflops: float  # nanoGPT's count of useful arithmetic, a second and device
-    mfu: float | None  # of this device's own peak
-    mfu_nanogpt: float  # of 312 TFLOPS: what nanoGPT prints, as a fraction
-    hours: float  # the whole run, evaluations included
-    train_hours: float
-    eval_hours: float
-    low_ms: float
-    high_ms: float
-    basis: str  # "predicted", or "given" where the user gave the step time
 
 
 class Compute(msgspec.Struct, frozen=True):
@@ -119,24 +110,29 @@ def _without_none(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
+@collecting_later()
 def plan(
-    config: LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: Config = None,
     device: Device | str | None = None,
     *,
     reserve_mib: float = 0.0,
     step_ms: float | None = None,
-    price_kwh: float = cost.PRICE_PER_KWH,
-    currency: str = "USD",
+    watts: float | None = None,
+    price_kwh: float | None = None,
+    price_hour: float | None = None,
+    currency: str = cost.PRICE_CURRENCY,
     model: str | None = None,
 ) -> Plan:
     """What training `config` on `device` needs.
 
     `config` is a preset ("gpt2"), a file, a mapping of keys, or a `TrainConfig`; `device` a card's name, a `Device`,
-    or None for this machine. `reserve_mib` is kept free for the desktop and other programs. `step_ms` replaces the
-    predicted step time by a measured one. `model` ("file.py:function", or a Hugging Face config.json) is traced in
-    place of nanoGPT's; it needs torch, and runs the file. Raises `InputError` with everything that is wrong.
+    or None for this machine. `reserve_mib` is kept free for the desktop and other programs. `step_ms` and `watts`
+    replace the predicted step time and the card's draw by measured ones. `price_kwh` is electricity's, `price_hour` a
+    rented card's, both in `currency`. `model` ("file.py:function", or a Hugging Face config.json) is traced in place
+    of nanoGPT's; it needs torch, and runs the file. Raises `InputError` with everything that is wrong.
     """
-    _check_numbers(reserve_mib=reserve_mib, step_ms=step_ms, price_kwh=price_kwh)
+    _check_numbers(reserve_mib=reserve_mib, step_ms=step_ms, watts=watts, price_kwh=price_kwh, price_hour=price_hour)
+    price_kwh = _price_kwh(price_kwh, currency)
     loaded = configs.as_loaded(config)
     chosen = choose_device(device, loaded.config)
     loaded = configs.settle(loaded, chosen)
@@ -146,21 +142,24 @@ def plan(
     compute, data = _compute(settled, steps[1], traced=model is not None), _data(settled, counts)
     times = clock.predict_times(steps[1], settled, chosen)
     running = _runs(steps, settled)
-    time = _time(settled, chosen, compute, data, times, step_ms)
+    time = predict_time(settled, chosen, compute.flops_per_step, times, steps[1], step_ms)
     return Plan(
         loaded=loaded,
         device=chosen,
         model=counts,
-        memory=footprint(running, settled, chosen, reserve_mib),
+        memory=footprint(running, settled, _with_optimizer(chosen, settled), reserve_mib),
         time=time,
         compute=compute,
         data=data,
-        energy=cost.energy(chosen.watts, time.hours if time else None, price_kwh, currency, settled.world_size),
+        energy=cost.energy(
+            chosen, time.hours if time else None, price_kwh, currency, settled.world_size, watts, price_hour
+        ),
         notes=(
             *loaded.notes,
             *chosen.notes,
             *devices.warnings(settled, chosen),
             *_remarks(loaded, chosen.kind != "cpu"),
+            *(_not_used(loaded) if model else ()),
         ),
         steps=running,
         traced=model,
@@ -171,20 +170,31 @@ def _check_numbers(**numbers: float | None) -> None:
     """Refuse what cannot be: a step of no time, memory or prices below nothing."""
     problems = []
     for name, value in numbers.items():
-        least = "above 0" if name == "step_ms" else "of at least 0"
-        if value is not None and not (0 <= value < math.inf and (value or name != "step_ms")):
+        positive = name in ("step_ms", "watts")
+        least = "above 0" if positive else "of at least 0"
+        if value is not None and not (0 <= value < math.inf and (value or not positive)):
             problems.append(Problem(name, "is out of range", found=str(value), allowed=f"a number {least}"))
     if problems:
         raise InputError(problems)
 
 
+def _price_kwh(price_kwh: float | None, currency: str) -> float:
+    """The price given, or the default one, which is in dollars."""
+    if price_kwh is not None:
+        return price_kwh
+    if currency != cost.PRICE_CURRENCY:
+        allowed = f"--price_kwh=PRICE in {currency}; the default price is in {cost.PRICE_CURRENCY}"
+        raise InputError(Problem("currency", "a price is needed with it", found=currency, allowed=allowed))
+    return cost.PRICE_PER_KWH
+
+
 def choose_device(device: Device | str | None, config: TrainConfig) -> Device:
     """The device asked for, or the machine's own. A GPU and a config for another kind of device contradict."""
     if device is None:
-        return devices.detect(config.device)
+        return devices.calibrated(devices.detect(config.device))
     if not isinstance(device, Device | str):
         raise InputError(Problem("device", "is no device", found=repr(device), allowed="a card's name, or a Device"))
-    chosen = devices.find(device) if isinstance(device, str) else device
+    chosen = devices.calibrated(devices.find(device)) if isinstance(device, str) else device
     wanted = config.device.partition(":")[0]
     if wanted in ("cpu", "mps") and chosen.kind not in (wanted, "cpu"):
         raise InputError(
@@ -200,6 +210,14 @@ def _by_arithmetic(config: TrainConfig, device: Device) -> tuple[tuple[Parameter
     on_gpu = device.kind != "cpu"
     first, later = (gpt.build(config, on_gpu, first, device.capability) for first in (True, False))
     return params.parameters(config), (first, later)
+
+
+def _with_optimizer(device: Device, config: TrainConfig) -> Device:
+    """The device with what the program's optimizer brings along: oomph's own AdamW imports nothing."""
+    own = config.trainer == "oomph" and config.optimizer == "adamw" and config.optimizer_loop == "fused"
+    if own or not device.optimizer_mib:
+        return device
+    return msgspec.structs.replace(device, context_mib=device.context_mib + device.optimizer_mib)
 
 
 def _runs(steps: tuple[Step, Step], config: TrainConfig) -> tuple[Step, ...]:
@@ -238,7 +256,7 @@ def _model(parameters: Sequence[Parameter]) -> Model:
 def _compute(config: TrainConfig, step: Step, traced: bool) -> Compute:
     tokens = tokens_per_step(config)
     training = [(section.times, op) for section in step.sections for op in section.ops if op.phase is not Phase.EVAL]
-    executed = sum(times * op.flops for times, op in training) * config.world_size / tokens
+    executed = sum(times * op.times * op.flops for times, op in training) * config.world_size / tokens
     per_token = executed if traced else params.flops_per_token(config)
     return Compute(
         flops_per_token=per_token,
@@ -247,11 +265,6 @@ def _compute(config: TrainConfig, step: Step, traced: bool) -> Compute:
         flops_per_step=per_token * tokens,
         total_flops=per_token * tokens * config.max_iters,
     )
-
-
-def tokens_per_step(config: TrainConfig) -> int:
-    """Tokens to one optimizer step, over all devices."""
-    return config.batch_size * config.block_size * config.gradient_accumulation_steps
 
 
 def _data(config: TrainConfig, model: Model) -> Data:
@@ -266,34 +279,10 @@ def _data(config: TrainConfig, model: Model) -> Data:
     )
 
 
-def _time(
-    config: TrainConfig, device: Device, compute: Compute, data: Data, times: clock.Times | None, step_ms: float | None
-) -> Time | None:
-    if step_ms is not None:
-        low_ms = likely_ms = high_ms = step_ms
-    elif times is not None:
-        low_ms, likely_ms, high_ms = (each.step_s * 1e3 for each in (times.low, times.likely, times.high))
-    else:
-        return None
-    flops_per_s = compute.flops_per_step / config.world_size / (likely_ms / 1e3)
-    peak = device.peak_tflops(config.dtype or "float32", config.allow_tf32)
-    train_hours = 0.0 if config.eval_only else likely_ms * config.max_iters / 3.6e6
-    evaluations = 1 if config.eval_only else config.max_iters // config.eval_interval + 1  # nanoGPT begins with one
-    eval_s = times.likely.eval_batch_s * 2 * config.eval_iters * evaluations if times else 0.0
-    return Time(
-        step_ms=likely_ms,
-        micro_step_ms=likely_ms * config.world_size / config.gradient_accumulation_steps,
-        tokens_per_s=data.tokens_per_step / (likely_ms / 1e3),
-        tflops=flops_per_s / 1e12,
-        mfu=flops_per_s / (peak * 1e12) if peak else None,
-        mfu_nanogpt=flops_per_s / NANOGPT_PEAK_FLOPS,
-        hours=train_hours + eval_s / 3600,
-        train_hours=train_hours,
-        eval_hours=eval_s / 3600,
-        low_ms=low_ms,
-        high_ms=high_ms,
-        basis="given" if step_ms is not None else "predicted",
-    )
+def _not_used(loaded: LoadedConfig) -> list[str]:
+    """The keys somebody set that a model of one's own decides itself."""
+    unused = [key for key in DECIDED_BY_THE_MODEL if loaded.said(key)]
+    return [f"Not used, because the model of your own decides it: {', '.join(unused)}"] if unused else []
 
 
 def _remarks(loaded: LoadedConfig, on_gpu: bool) -> list[str]:
@@ -306,8 +295,6 @@ def _remarks(loaded: LoadedConfig, on_gpu: bool) -> list[str]:
         )
     if config.eval_only:
         remarks.append("eval_only is set: the run evaluates once and leaves, so memory and hours are those of that")
-    if config.compile and config.attention == "math":
-        remarks.append("Compiled steps are planned with fused attention; attention = 'math' counts in eager ones alone")
     if config.world_size > 1:
         remarks.append("Memory is one device's. The time that devices spend exchanging gradients is not in the step's")
     if loaded.said("dataset") and not loaded.said("vocab_size") and config.dataset_tokens is None:

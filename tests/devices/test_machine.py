@@ -122,7 +122,7 @@ def test_measured_rates_are_kept_and_a_broken_file_is_replaced(own_cache: Path) 
 def test_an_unwritable_cache_only_means_measuring_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    measured = rates.CpuRates(0.1, None, 10.0)
+    measured = rates.CpuRates(0.1, None, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9)
     monkeypatch.setattr(rates, "_measure", lambda _: measured)
     assert rates.cpu_rates("a CPU", 2, False) == measured
 

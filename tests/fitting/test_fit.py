@@ -13,7 +13,8 @@ from oomph.fitting import Fit, Option, fit
 from oomph.fitting.answer import WORTH_A_CHANGE
 from oomph.fitting.cards import which_cards
 from oomph.fitting.result import KINDS
-from oomph.fitting.space import MOST_CHUNKS, candidates, programs
+from oomph.fitting.space import ladders, programs
+from oomph.step import gpt
 
 HISTORY = {
     "n_layer": 12, "n_head": 12, "block_size": 1024, "batch_size": 16, "gradient_accumulation_steps": 32,
@@ -231,9 +232,10 @@ def test_where_no_setting_of_the_program_is_safe_the_report_says_so_and_names_th
 
 def test_an_effective_batch_with_a_large_prime_in_it_asks_for_no_endless_simulation() -> None:
     program = programs(configs.as_loaded(SMALL_RUN | {"gradient_accumulation_steps": 1_000_003}), find("RTX 4070"))
-    for config in candidates(program["oomph"]):
-        chunks = config.batch_size * config.block_size / config.loss_chunk if config.loss_chunk else 1
-        assert chunks <= MOST_CHUNKS or config.batch_size <= 16
+    chunked = [ladder.config for ladder in ladders(program["oomph"]) if ladder.config.loss_chunk]
+    largest = max(chunked, key=lambda config: config.batch_size * config.block_size // (config.loss_chunk or 1))
+    assert largest.batch_size == 16 * 1_000_003
+    assert sum(len(section.ops) for section in gpt.build(largest).sections) < 1000
 
 
 def test_without_a_model_the_cards_are_told_for_the_default_one_and_the_answer_says_so() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +15,7 @@ from oomph.config import TrainConfig
 from oomph.fitting import fit
 from oomph.fitting.estimate import Estimator
 from oomph.fitting.search import Searcher
-from oomph.fitting.space import batches, candidates, divisors, programs
+from oomph.fitting.space import Program, batches, divisors, ladders, programs
 
 SMALL = {
     "n_layer": 4, "n_head": 2, "n_embd": 128, "block_size": 512, "vocab_size": 8192, "batch_size": 3,
@@ -44,6 +44,13 @@ def runs(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
+def candidates(program: Program) -> Iterator[TrainConfig]:
+    """Every setting of a program, one by one."""
+    for ladder in ladders(program):
+        for rung in range(len(ladder.counts)):
+            yield from ladder.both(rung)
+
+
 def enumerate_all(program_key: str, config: dict[str, object], device: devices.Device) -> float | None:
     """The slow oracle: every candidate simulated in full, and the shortest step among those that fit."""
     program = programs(configs.as_loaded(config), device)[program_key]
@@ -55,7 +62,7 @@ def enumerate_all(program_key: str, config: dict[str, object], device: devices.D
 
 def fastest_ms(program_key: str, config: dict[str, object], device: devices.Device) -> float | None:
     program = programs(configs.as_loaded(config), device)[program_key]
-    found = Searcher(device).fastest(program.loaded, candidates(program))
+    found = Searcher(device).fastest(program.loaded, ladders(program))
     return found.time.step_ms if found and found.time else None
 
 
@@ -130,7 +137,9 @@ def test_every_divisor_of_the_batch_is_a_candidate_and_each_device_gets_whole_mi
 
 def test_more_than_two_thousand_candidates_are_weighed_for_a_gpt_2() -> None:
     program = programs(configs.load(["gpt2"], [("batch_size", "16", "here")]), devices.find("RTX 4070"))
-    assert sum(1 for each in program.values() for _ in islice(candidates(each), 10**5)) >= 2000
+    for each in program.values():
+        assert len(set(candidates(each))) == sum(ladder.settings for ladder in ladders(each))
+    assert sum(ladder.settings for each in program.values() for ladder in ladders(each)) >= 2000
 
 
 def test_a_card_without_rates_is_still_searched() -> None:

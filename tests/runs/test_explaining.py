@@ -203,7 +203,8 @@ def test_hours_left_are_the_plans_where_no_step_was_timed(d: Explanation) -> Non
     assert d.plan is not None
     assert d.plan.time is not None
     left = get(d, "time.left")
-    assert number(left, "hours") + number(left, "evaluation_hours") == pytest.approx(d.plan.time.hours)
+    time = d.plan.time
+    assert number(left, "hours") + number(left, "evaluation_hours") == pytest.approx(time.train_hours + time.eval_hours)
     assert number(left, "hours_left") == pytest.approx(d.plan.time.hours, rel=0.002)
 
 

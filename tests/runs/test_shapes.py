@@ -101,3 +101,11 @@ def test_steps_alone_tell_no_config() -> None:
     found = infer(read_text("iter 5: loss 3.0, time 5.00ms, mfu 1.00%\n"))
     assert found.config is None
     assert "n_embd" in found.missing
+
+
+def test_the_rounded_count_alone_tells_all_but_the_block() -> None:
+    found = infer(read_text("number of parameters: 123.59M\n"))
+    assert not found.contradictions
+    told = {key: found.settings[key].value for key in ("n_layer", "n_embd", "vocab_size", "bias")}
+    assert told == {"n_layer": 12, "n_embd": 768, "vocab_size": 50304, "bias": False}
+    assert "block_size" in found.missing

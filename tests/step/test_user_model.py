@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -40,8 +41,21 @@ def broken():
 
 def number():
     return 7
+
+class Silent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, ids, targets):
+        return None
+
+class Constant(Silent):
+    def forward(self, ids, targets):
+        return torch.zeros(())
 """
 SMALL = {"batch_size": 4, "block_size": 16, "gradient_accumulation_steps": 2}
+OURS = SMALL | {"trainer": "oomph"}  # nanoGPT as published has no such keys
 
 
 @pytest.fixture
@@ -90,6 +104,37 @@ def test_a_model_that_cannot_be_had_says_why(file: Path, spec: str, said: str) -
     with pytest.raises(InputError) as refused:
         oomph.plan(SMALL, "RTX 4070", model=spec.format(file))
     assert said in str(refused.value)
+
+
+def test_only_what_the_file_defines_is_offered(file: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        oomph.plan(SMALL, "RTX 4070", model=f"{file}:nope")
+    assert "allowed: Tiny, build, with_inputs, broken, number, Silent, Constant" in str(refused.value)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "said"), [("Silent", "returns no loss"), ("Constant", "depends on no parameter")])
+def test_a_model_without_a_loss_is_refused_cleanly(file: Path, name: str, said: str, compiled: bool) -> None:
+    with pytest.raises(InputError, match=said):
+        oomph.plan(SMALL | {"compile": compiled}, "RTX 4070", model=f"{file}:{name}")
+    gc.collect()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw8bit"])
+def test_optimizers_that_are_not_traced_are_refused_eager_and_compiled(
+    file: Path, optimizer: str, compiled: bool
+) -> None:
+    with pytest.raises(InputError, match="allowed: adamw, sgd, muon"):
+        oomph.plan(OURS | {"optimizer": optimizer, "compile": compiled}, "RTX 4070", model=f"{file}:build")
+
+
+def test_keys_that_the_model_decides_itself_are_named(file: Path) -> None:
+    keys = OURS | {"compile": False, "checkpoint_layers": 2, "loss_chunk": 64, "attention": "efficient"}
+    notes = " ".join(oomph.plan(keys, "RTX 4070", model=f"{file}:build").notes)
+    assert "decides it: loss_chunk, checkpoint_layers" in notes
+    assert "decides it" not in " ".join(oomph.plan(SMALL, "RTX 4070").notes)
 
 
 def test_a_hugging_face_config_of_another_family_is_traced(tmp_path: Path) -> None:

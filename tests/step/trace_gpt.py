@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from oomph.config.schema import TrainConfig
-from oomph.step.ops import Buffer, Section, Step
+from oomph.step.ops import Buffer, Op, Section, Step
 from oomph.step.trace import trace
 from oomph.training.loss import chunked_loss
 
@@ -26,6 +29,11 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
+def attends_by_hand(config: TrainConfig) -> bool:
+    """Whether the program multiplies queries and keys itself, as nanoGPT does without the fused kernels."""
+    return config.trainer == "nanogpt" and config.attention == "math"
+
+
 class Attention(nn.Module):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -33,6 +41,9 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
+        self.mask: Tensor | None
+        ones = torch.ones(1, 1, config.block_size, config.block_size)
+        self.register_buffer("mask", ones.tril() if attends_by_hand(config) else None)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
@@ -40,8 +51,15 @@ class Attention(nn.Module):
             part.view(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
             for part in self.c_attn(x).split(width, dim=2)
         )
-        rate = self.rate if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        if self.mask is None:
+            rate = self.rate if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        else:  # as nanoGPT without scaled_dot_product_attention has it, every name alive as long as there
+            weights = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+            weights = weights.masked_fill(self.mask[:, :, :tokens, :tokens] == 0, float("-inf"))
+            weights = F.softmax(weights, dim=-1)
+            weights = F.dropout(weights, self.rate, self.training)
+            y = weights @ v
         y = y.transpose(1, 2).contiguous().view(batch, tokens, width)
         return self.resid_dropout(self.c_proj(y))
 
@@ -132,6 +150,17 @@ def traced(config: TrainConfig, cuda: bool = True, first: bool = False, fake: bo
         first=first,
         fake=fake,
     )
+
+
+def unfolded(step: Step) -> Step:
+    """The step with every group of operations written out as often as it runs."""
+    sections = []
+    for section in step.sections:
+        ops: list[Op] = []
+        for times, group in groupby(section.ops, key=lambda op: op.times):
+            ops += [replace(op, times=1) for op in group] * times
+        sections.append(Section(section.name, tuple(ops), section.times))
+    return Step(step.resident, tuple(sections))
 
 
 def _up(size_bytes: int, rounding: int) -> int:

@@ -150,3 +150,12 @@ def test_an_error_that_is_not_about_memory_is_not_swallowed(run: Train, monkeypa
     monkeypatch.setattr(MLP, "forward", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         run("run")
+
+
+def test_memory_that_ends_outside_a_step_is_said_plainly(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def starved(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(run_module, "_warm_up", starved)
+    with pytest.raises(TrainingError, match="no memory is left"):
+        run("run")

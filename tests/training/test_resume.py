@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from training_helpers import Train, losses, weights
+from training_helpers import SMALL, Train, losses, weights, write_data
 
 from oomph.errors import InputError
 from oomph.training import checkpoint
@@ -130,3 +131,123 @@ def test_eval_only_on_a_resumed_run_trains_nothing(run: Train, tmp_path: Path) -
     result = run("run", options={"resume": True}, max_iters=9, eval_only=True)
     assert result.steps == 3 and result.val_loss is not None
     assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "run").items())
+
+
+def test_a_key_that_was_a_default_is_said_too(run: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", max_iters=2)
+    run("run", options={"resume": True, "quiet": False}, max_iters=3, weight_decay=0.3, dtype="bfloat16")
+    out = capsys.readouterr().out
+    assert "changed: weight_decay: 0.1 in the checkpoint, now 0.3" in out
+    assert "changed: dtype: float32 in the checkpoint, now bfloat16" in out
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"optimizer": "muon"}, {"optimizer": "sgd"}, {"optimizer": "adafactor"}, {"optimizer_loop": "foreach"}, {}],
+    ids=str,
+)
+def test_changed_decay_is_used_by_every_optimizer(run: Train, tmp_path: Path, keys: dict[str, object]) -> None:
+    run("run", max_iters=2, **keys)
+    run("run", options={"resume": True}, max_iters=3, weight_decay=0.7, beta1=0.5, **keys)
+    state = checkpoint.load(checkpoint.saved(tmp_path / "run")[-1])["optimizer"]
+    found = [group for part in state.get("parts", [state]) for group in part["param_groups"]]
+    assert {group["weight_decay"] for group in found} == {0.7, 0.0}
+    assert all(group["betas"][0] == 0.5 for group in found if "betas" in group)
+    assert all(group["momentum"] == 0.5 for group in found if "dampening" in group)
+
+
+@pytest.mark.parametrize(("old", "new"), [("adamw", "sgd"), ("adamw", "muon"), ("muon", "adamw"), ("sgd", "adafactor")])
+def test_another_optimizer_is_refused_with_both_names(run: Train, old: str, new: str) -> None:
+    run("run", max_iters=2, optimizer=old)
+    with pytest.raises(InputError, match=f"optimizer cannot change.*optimizer = {old}; found {new}"):
+        run("run", options={"resume": True}, max_iters=3, optimizer=new)
+
+
+def test_what_was_asked_of_a_run_is_remembered(run: Train, tmp_path: Path) -> None:
+    from oomph.training.run import train
+
+    asked = {"order": "epochs", "keep": 1, "save_minutes": 3.0, "tensorboard": True, "export": True}
+    run("run", options=asked, max_iters=2)
+    events = list((tmp_path / "run" / "tensorboard").iterdir())
+    (tmp_path / "run" / "huggingface" / "model.safetensors").unlink()
+    train({"max_iters": 4, "eval_interval": 1}, resume=tmp_path / "run", quiet=True, measure=False)
+    assert len(checkpoint.saved(tmp_path / "run")) == 1
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == len(events) + 1
+    assert (tmp_path / "run" / "huggingface" / "model.safetensors").is_file()
+    ours = checkpoint.load(checkpoint.saved(tmp_path / "run")[-1])["oomph"]
+    assert ours["options"] == asked and ours["data"]["order"] == "epochs"
+
+
+def test_what_is_said_again_counts(run: Train, tmp_path: Path) -> None:
+    run("run", options={"export": True, "keep": 1}, max_iters=2)
+    run("run", options={"resume": True, "export": False, "keep": 3}, max_iters=4, eval_interval=1)
+    assert len(checkpoint.saved(tmp_path / "run")) == 3
+
+
+def test_nanogpts_first_checkpoint_without_optimizer_state_goes_on(run: Train, tmp_path: Path) -> None:
+    run("ours", max_iters=1, optimizer_loop="foreach")
+    content = checkpoint.load(checkpoint.saved(tmp_path / "ours")[-1])
+    del content["oomph"]
+    content["optimizer"]["state"] = {}
+    content["best_val_loss"] = torch.tensor(3.5)  # as nanoGPT has it
+    (tmp_path / "theirs").mkdir()
+    torch.save(content, tmp_path / "theirs" / "ckpt.pt")
+    assert run("theirs", init_from="resume", max_iters=3, optimizer_loop="foreach").steps == 3
+
+
+def wrong_checkpoint(content: dict[str, Any], path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        content = content[name]
+    content[last] = value
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("config", [1, 2]),
+        ("model_args", "x"),
+        ("iter_num", "abc"),
+        ("iter_num", -5),
+        ("iter_num", True),
+        ("best_val_loss", "low"),
+        ("model", {"lm_head.weight": 3}),
+        ("model", {3: torch.zeros(2)}),
+        ("optimizer", 7),
+        ("optimizer", {"state": 3, "param_groups": []}),
+        ("optimizer", {"state": {0: {"exp_avg": 1}}, "param_groups": [{}]}),
+        ("optimizer.state", {0: {"step": torch.zeros(()), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}}),
+        ("oomph", [1]),
+        ("oomph.version", 99),
+        ("oomph.batch_size", 0),
+        ("oomph.micro_steps", "2"),
+        ("oomph.random", [{"cpu": 3}]),
+        ("oomph.random", [{"cpu": torch.zeros(3, dtype=torch.uint8)}]),
+        ("oomph.standing", {"seconds": "long"}),
+        ("oomph.data", {"position": -1}),
+        ("oomph.decided", 3),
+        ("oomph.options", []),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_with_wrong_entries_is_refused(finished: Path, tmp_path: Path, where: str, value: object) -> None:
+    from oomph.training.run import train
+
+    content = checkpoint.load(checkpoint.saved(finished)[-1])
+    wrong_checkpoint(content, where, value)
+    (tmp_path / "wrong").mkdir()
+    torch.save(content, tmp_path / "wrong" / "ckpt.pt")
+    with pytest.raises(InputError, match=r"ckpt\.pt|reader's state"):
+        train({"max_iters": 9}, resume=tmp_path / "wrong", quiet=True, measure=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, for tests that only read it."""
+    from oomph.training.run import train
+
+    folder = tmp_path_factory.mktemp("finished")
+    data = write_data(folder / "tokens")
+    keys = SMALL | {"dataset": str(data), "out_dir": str(folder / "run"), "max_iters": 2}
+    train(keys, quiet=True, measure=False)
+    return folder / "run"

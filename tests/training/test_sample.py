@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_helpers import VOCAB, Train
+from training_helpers import VOCAB, Train, write_data
 
 from oomph.cli import sample as command
 from oomph.config import TrainConfig
 from oomph.errors import InputError
+from oomph.training import checkpoint
 from oomph.training.model import GPT
 from oomph.training.sample import Sampling, draw, generate, load_model
 from oomph.training.text import codec_for
@@ -96,8 +97,6 @@ def test_a_saved_sample_lands_in_the_runs_folder(
 
 
 def test_a_nanogpt_checkpoint_speaks_too(run: Train, tmp_path: Path) -> None:
-    from oomph.training import checkpoint
-
     run("run")
     content = checkpoint.load(checkpoint.saved(tmp_path / "run")[-1])
     del content["oomph"]
@@ -121,3 +120,94 @@ def test_characters_go_there_and_back(letters: Path) -> None:
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no checkpoint in this folder"):
         load_model(tmp_path)
+
+
+@pytest.mark.usefixtures("letters")
+@pytest.mark.parametrize("data_is_gone", [False, True])
+def test_a_run_speaks_its_own_letters_from_anywhere(
+    run: Train,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data_is_gone: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("run", dataset=data.name)
+    if data_is_gone:
+        data.rename(tmp_path / "gone")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for path in (tmp_path / "run", checkpoint.saved(tmp_path / "run")[-1]):
+        assert command.run([str(path), "--prompt", "abc", "--tokens", "5", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["tokenizer"] == "chars"
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_tokenizer_that_nobody_knows_is_not_guessed(run: Train, data: Path, tmp_path: Path) -> None:
+    run("run")
+    (tmp_path / "alone").mkdir()
+    checkpoint.saved(tmp_path / "run")[-1].rename(tmp_path / "alone" / "best.pt")
+    data.rename(tmp_path / "gone")
+    with pytest.raises(InputError, match="its tokenizer is not known"):
+        command.run([str(tmp_path / "alone")])
+    with pytest.raises(InputError, match="no token files"):
+        command.run([str(tmp_path / "alone"), "--dataset", "nowhere"])
+
+
+def test_data_that_names_no_tokenizer_is_gpt2s_only_with_its_vocabulary(run: Train, tmp_path: Path) -> None:
+    run("run")
+    with pytest.raises(InputError, match="names no tokenizer"):
+        command.run([str(tmp_path / "run")])
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_prompt_beyond_the_models_vocabulary_is_refused(run: Train, tmp_path: Path) -> None:
+    run("run")
+    other = write_data(tmp_path / "other")
+    more = LETTERS + "ß"
+    tables = {"stoi": {c: i for i, c in enumerate(more)}, "itos": dict(enumerate(more)), "vocab_size": VOCAB + 1}
+    (other / "meta.pkl").write_bytes(pickle.dumps(tables))
+    with pytest.raises(InputError, match=r"has no word for.*token 61, vocab_size = 61"):
+        command.run([str(tmp_path / "run"), "--dataset", str(other), "--prompt", "aß"])
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_sample_of_a_checkpoint_lands_in_its_runs_folder(run: Train, tmp_path: Path) -> None:
+    run("run")
+    path = checkpoint.saved(tmp_path / "run")[-1]
+    assert command.run([str(path), "--prompt", "abc", "--tokens", "5", "--seed", "7", "--save", "--json"]) == 0
+    assert (tmp_path / "run" / "samples" / "seed_7.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--device", "tpu"],
+        ["--device", "meta"],
+        ["--device", "cuda:99"],
+        ["--seed", str(2**70)],
+        ["--temperature", "1e-40"],
+        ["--tokens", "1.5"],
+        ["--tokens", "0"],
+        ["--top_k", "0.5"],
+        ["--samples", "1e3"],
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("letters")
+def test_what_cannot_be_sampled_with_is_refused(
+    run: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    from oomph.cli.main import main
+
+    if argv[0] == "--device":  # looked at once the input is known to be sound
+        run("run", max_iters=1)
+    assert main(["sample", str(tmp_path / "run"), "--prompt", "abc", *argv]) == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e6])
+def test_any_temperature_draws_a_token(temperature: float) -> None:
+    logits = torch.tensor([[0.0, 300.0, -300.0]])
+    assert draw(logits, Sampling(temperature, None), torch.Generator()).item() in (0, 1, 2)

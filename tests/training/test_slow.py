@@ -82,9 +82,11 @@ assert live(killed + ["--resume"], None) == 0
 """
 
 
-def torchrun(ranks: int, argv: list[str], timeout: int = 100) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    ranks: int, argv: list[str], timeout: int = 100, program: str = PROGRAM
+) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    wrapper = ["--no-python", sys.executable, "-c", PROGRAM]
+    wrapper = ["--no-python", sys.executable, "-c", program]
     return subprocess.run(
         [*launcher, *wrapper, *argv],
         env=os.environ | ENVIRONMENT,
@@ -150,6 +152,15 @@ sys.exit(run(sys.argv[1:]))
     assert done.returncode != 0
     assert "rank 0 lost contact with another rank" in done.stderr
     assert time.monotonic() - begun < 90
+
+
+def test_a_mistake_that_only_the_first_rank_sees_is_said_once(shared: Path) -> None:
+    program = "import sys; from oomph.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    argv = ["train", *arguments(shared / "tokens", shared / "one")]  # this folder holds a run
+    done = torchrun(2, argv, program=program)
+    assert done.returncode != 0
+    assert done.stderr.count("holds a run already") == 1
+    assert "lost contact" not in done.stderr
 
 
 def test_memory_that_runs_out_on_one_rank_shrinks_all(shared: Path) -> None:

@@ -88,3 +88,18 @@ def test_weights_of_another_shape_are_refused_one_by_one(run: Train, tmp_path: P
     weights.export_huggingface(model_of().state_dict(), CONFIG, tmp_path / "other")
     with pytest.raises(InputError, match=r"another shape for transformer\.wte\.weight"):
         run("run", options={"weights": tmp_path / "other"})
+
+
+@pytest.mark.parametrize("header", ["[]", '["a"]', "3", '{"a": 3}', '{"a": {"dtype": "F32"}}', "[" * 9000])
+def test_a_header_that_is_no_table_is_refused(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(InputError, match="not a sound safetensors file"):
+        weights.read_weights(path)
+
+
+def test_a_compiled_models_names_are_plain_and_its_positions_cropped(tmp_path: Path) -> None:
+    named = {f"_orig_mod.{name}": value for name, value in model_of().state_dict().items()}
+    torch.save({"model": named}, tmp_path / "ckpt.pt")
+    cropped = weights.crop_positions(weights.read_weights(tmp_path), 4)
+    assert cropped["transformer.wpe.weight"].shape == (4, 8)

@@ -19,11 +19,13 @@ DONE, NO, WRONG_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 VERBS = {
     "plan": "what a training run needs: does it fit, what fills the memory, how long, what it costs",
     "fit": "the best setting that fits the card at the same batch; the largest model; a run from nothing",
+    "check": "a few steps for real on this machine: predicted against measured, memory and time",
     "train": "nanoGPT's training in less memory: plans first, survives out-of-memory, resumes exactly",
     "sample": "text from a checkpoint of ours or nanoGPT's",
     "explain": "what happened in a run, and why: from its log, nvidia-smi or an error message",
     "compare": "runs side by side: who wins at what, and why",
     "data": "text to token files that training reads; info and check look at them",
+    "serve": "the page in your browser: plan with sliders, fit, explain, watch runs",
     "gpus": "the cards oomph knows, or one of them with the source of each figure",
 }
 

@@ -15,7 +15,7 @@ from oomph.config import LoadedConfig
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
 from oomph.planner import Plan, plan
-from oomph.predict.cost import PRICE_PER_KWH
+from oomph.predict.cost import POWER_SHARE, PRICE_CURRENCY, PRICE_PER_KWH
 
 OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}
 
@@ -50,7 +50,9 @@ def _planner(options: argparse.Namespace, device: Device) -> Callable[[LoadedCon
             device,
             reserve_mib=options.reserve_mib,
             step_ms=options.step_ms,
+            watts=options.watts,
             price_kwh=options.price_kwh,
+            price_hour=options.price_hour,
             currency=options.currency,
             model=options.model,
         )
@@ -111,8 +113,8 @@ def device_from(options: argparse.Namespace, loaded: LoadedConfig) -> Device:
     if any(value is not None for value in given.values()):
         return devices.custom(options.gpu, **given)
     if options.gpu:
-        return devices.find(options.gpu)
-    return devices.detect(loaded.config.device)
+        return devices.calibrated(devices.find(options.gpu))
+    return devices.calibrated(devices.detect(loaded.config.device))
 
 
 def _parser() -> VerbParser:
@@ -126,9 +128,16 @@ def _parser() -> VerbParser:
     )
     parser.add_argument("--step_ms", type=positive, metavar="MS", help="a measured step time instead of the predicted")
     parser.add_argument(
-        "--price_kwh", type=positive, default=PRICE_PER_KWH, metavar="PRICE", help="of electricity; default %(default)s"
+        "--watts",
+        type=positive,
+        metavar="W",
+        help=f"the card's measured draw; default {POWER_SHARE} of its rated power",
     )
-    parser.add_argument("--currency", default="USD", help="of that price; default %(default)s")
+    parser.add_argument(
+        "--price_kwh", type=positive, metavar="PRICE", help=f"of electricity; default {PRICE_PER_KWH} {PRICE_CURRENCY}"
+    )
+    parser.add_argument("--price_hour", type=positive, metavar="PRICE", help="of a rented card, an hour")
+    parser.add_argument("--currency", default=PRICE_CURRENCY, help="of those prices; default %(default)s")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="the plan of the chosen trainer as JSON")
     output.add_argument("--markdown", action="store_true", help="the report as Markdown")

@@ -6,11 +6,13 @@ import argparse
 from pathlib import Path
 
 from oomph.cli.arguments import VerbParser
+from oomph.cli.output import emit, emit_json
 from oomph.cli.plan import not_negative, positive
-from oomph.cli.train import need_torch
+from oomph.cli.train import need_torch, whole
 from oomph.errors import InputError, Problem
 
 DEFAULT_PROMPT = "\n"  # nanoGPT's
+_COLDEST = 1e-6  # a temperature below it takes the likeliest anyway, and overflows
 
 
 def run(argv: list[str]) -> int:
@@ -18,56 +20,68 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     need_torch()
-    from oomph.training.sample import Sampling, generate, load_model
-    from oomph.training.text import codec_for
+    from oomph.training.sample import Sampling, generate, open_model
+    from oomph.training.text import codec_for, codec_of_run
 
-    path = Path(options.run)
-    model, config = load_model(path, _device(options.device))
-    codec = codec_for(options.dataset or config.dataset, options.tokenizer_dir)
+    opened = open_model(Path(options.run), _device(options.device))
+    vocab_size = opened.config.vocab_size
+    if options.dataset is not None:
+        codec = codec_for(options.dataset, options.tokenizer_dir, vocab_size)
+    else:
+        dataset = opened.config.dataset
+        codec = codec_of_run(opened.run, dataset, vocab_size, options.tokenizer_dir, opened.data_folder)
     prompt = _prompt(options)
     tokens = codec.encode(prompt)
     if not tokens:
         if codec.end_of_text is None:
             raise InputError(Problem("--prompt", "empty, and the vocabulary has no end-of-text to begin with"))
         tokens = [codec.end_of_text]
-    sampling = Sampling(options.temperature, int(options.top_k) or None, options.top_p, options.seed)
+    if max(tokens) >= vocab_size:
+        what = f"the tokenizer {codec.name} makes tokens that the model has no word for"
+        found = f"token {max(tokens)}, vocab_size = {vocab_size}"
+        raise InputError(Problem("--prompt", what, found=found, allowed="--dataset NAME: the data it was trained on"))
+    sampling = Sampling(options.temperature, options.top_k or None, options.top_p, options.seed)
     stop = codec.end_of_text if options.stop else None
-    made = generate(model, tokens, int(options.tokens), sampling, int(options.samples), stop)
+    made = generate(opened.model, tokens, options.tokens, sampling, options.samples, stop)
     texts = [codec.decode(sample) for sample in made]
+    shown = "".join(f"{prompt}{text}\n{'-' * 40}\n" for text in texts)
     if options.json:
-        import msgspec
-
         fields = {
             "prompt": prompt,
             "tokenizer": codec.name,
             "samples": texts,
             "tokens": [len(sample) for sample in made],
         }
-        print(msgspec.json.format(msgspec.json.encode(fields), indent=2).decode())
-        return 0
-    shown = "".join(f"{prompt}{text}\n{'-' * 40}\n" for text in texts)
-    print(shown, end="")
+        emit_json(fields)
+    else:
+        emit(shown)
     if options.save:
-        _save(path, options.seed, shown)
+        _save(opened.run, options.seed, shown)
     return 0
 
 
-def _save(path: Path, seed: int, text: str) -> None:
-    """Into the run's own folder, where the checkpoint is one of a run."""
+def _save(run: Path, seed: int, text: str) -> None:
+    """Into the folder of the run that the checkpoint is one of."""
     from oomph.files import write_whole
 
-    folder = (path if path.is_dir() else path.parent) / "samples"
-    folder.mkdir(exist_ok=True)
-    write_whole(folder / f"seed_{seed}.txt", text.encode())
+    folder = run / "samples"
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(Problem(str(folder), "cannot be made", found=error.strerror)) from None
+    write_whole(folder / f"seed_{seed}.txt", text.encode(errors="replace"))
 
 
 def _device(asked: str | None) -> str:
     import torch
 
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(Problem("--device", f"{asked} is not there", allowed="cpu"))
+        return "cuda" if cards else "cpu"
+    there = ["cpu", *(["cuda", *(f"cuda:{card}" for card in range(cards))] if cards else [])]
+    there += ["mps"] if torch.backends.mps.is_available() else []
+    if asked not in there:
+        raise InputError(Problem("--device", f"{asked} is not there", allowed=", ".join(there)))
     return asked
 
 
@@ -85,10 +99,26 @@ def _check(options: argparse.Namespace) -> None:
     problems = []
     if options.top_p is not None and options.top_p > 1:
         problems.append(Problem("--top_p", "a probability", found=str(options.top_p), allowed="above 0, at most 1"))
+    if 0 < options.temperature < _COLDEST:
+        problems.append(
+            Problem(
+                "--temperature",
+                "too cold to compute with",
+                found=str(options.temperature),
+                allowed=f"0 for the likeliest, or at least {_COLDEST}",
+            )
+        )
+    if not -(2**63) <= options.seed < 2**64:
+        problems.append(Problem("--seed", "too large", found=str(options.seed)[:40], allowed="at most 2⁶⁴ - 1"))
     if options.prompt is not None and options.prompt_file is not None:
         problems.append(Problem("--prompt_file", "cannot go with --prompt", allowed="one of the two"))
     if problems:
         raise InputError(problems)
+
+
+def whole_or_none(text: str) -> int:
+    """A whole number of at least one, or 0 for none."""
+    return 0 if text == "0" else whole(text)
 
 
 def _parser() -> VerbParser:
@@ -96,14 +126,14 @@ def _parser() -> VerbParser:
     parser.add_argument("run", metavar="RUN", help="a run's folder (its best checkpoint) or a checkpoint")
     parser.add_argument("--prompt", metavar="TEXT", help="what the text begins with; default: a line break")
     parser.add_argument("--prompt_file", metavar="FILE", help="the same from a file")
-    parser.add_argument("--samples", type=positive, default=1, metavar="N", help="how many texts; default %(default)s")
-    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="at most; default %(default)s")
+    parser.add_argument("--samples", type=whole, default=1, metavar="N", help="how many texts; default %(default)s")
+    parser.add_argument("--tokens", type=whole, default=200, metavar="N", help="at most; default %(default)s")
     parser.add_argument(
         "--temperature", type=not_negative, default=0.8, metavar="T", help="0 takes the likeliest; default %(default)s"
     )
     parser.add_argument(
         "--top_k",
-        type=not_negative,
+        type=whole_or_none,
         default=200,
         metavar="K",
         help="of the K likeliest; 0: of all; default 200",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from oomph import config as configs
 from oomph.cli.arguments import VerbParser
+from oomph.cli.output import emit_json
 from oomph.cli.plan import add_source, keys_help, positive
 from oomph.errors import InputError, Problem
 
@@ -24,14 +26,15 @@ def run(argv: list[str]) -> int:
     sources, resume = _what_to_resume(options)
     loaded = configs.load(sources, overrides)
     need_torch()
-    from oomph.training.failure import DoesNotFitError, TrainingError
-    from oomph.training.run import Options, train
+    from oomph.training.failure import DoesNotFitError, OtherRankError, TrainingError
+    from oomph.training.options import Options
+    from oomph.training.run import train
 
     asked = Options(
         resume=resume,
         force=options.force,
         overwrite=options.overwrite,
-        keep=int(options.keep),
+        keep=options.keep,
         save_minutes=options.save_minutes,
         order=options.order,
         weights=options.weights,
@@ -41,17 +44,22 @@ def run(argv: list[str]) -> int:
     )
     try:
         result = train(loaded, asked)
+    except OtherRankError:
+        return FAILED  # the other one says why
     except DoesNotFitError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
+        _complain(error)
         return NO
     except TrainingError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
+        _complain(error)
         return FAILED
     if options.json and os.environ.get("RANK", "0") == "0":
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(result.to_dict()), indent=2).decode())
+        emit_json(result.to_dict())
     return INTERRUPTED if result.interrupted else 0
+
+
+def _complain(error: Exception) -> None:
+    with suppress(OSError):  # a terminal that was closed: log.txt has it
+        print(f"ERROR: {error}", file=sys.stderr, flush=True)
 
 
 def _what_to_resume(options: argparse.Namespace) -> tuple[list[str], bool | str]:
@@ -66,6 +74,13 @@ def _what_to_resume(options: argparse.Namespace) -> tuple[list[str], bool | str]
     if runs and not options.resume:
         raise InputError(Problem(runs[0], "this is a folder", allowed="a config; --resume goes on with a run's folder"))
     return sources, runs[0] if runs else options.resume
+
+
+def whole(text: str) -> int:
+    """A whole number of at least one."""
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
+    return int(text)
 
 
 def need_torch() -> None:
@@ -89,16 +104,21 @@ def _parser() -> VerbParser:
     parser.add_argument(
         "--order",
         choices=("random", "epochs"),
-        default="random",
         help="of the data: random windows, as nanoGPT draws"
-        " them, or shuffled epochs without repetition; default %(default)s",
+        " them, or shuffled epochs without repetition; default random",
     )
-    parser.add_argument("--keep", type=positive, default=2, metavar="N", help="checkpoints kept; default %(default)s")
+    parser.add_argument("--keep", type=whole, metavar="N", help="checkpoints kept; default 2")
     parser.add_argument(
-        "--save_minutes", type=positive, default=15, metavar="M", help="a checkpoint at least this often; default 15"
+        "--save_minutes", type=positive, metavar="M", help="a checkpoint at least this often; default 15"
     )
-    parser.add_argument("--tensorboard", action="store_true", help="write event files too, in out_dir/tensorboard")
-    parser.add_argument("--export", action="store_true", help="at the end, the weights for Hugging Face's GPT-2")
+    for name, what in (
+        ("tensorboard", "write event files too, in out_dir/tensorboard"),
+        ("export", "at the end, the weights for Hugging Face's GPT-2"),
+    ):
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=what)
+        parser.add_argument(
+            f"--no_{name}", dest=name, action="store_false", default=None, help="not any more, in a resumed run"
+        )
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.add_argument("--json", action="store_true", help="print result.json at the end, and nothing else")
     return parser

@@ -1,7 +1,7 @@
 """`TrainConfig`, and reading one from every source people have."""
 
 from oomph.config.keys import KEYS, Key, describe_keys
-from oomph.config.load import LoadedConfig, Override, as_loaded, from_dict, load, with_trainer
+from oomph.config.load import LoadedConfig, Override, Pasted, as_loaded, from_dict, load, with_trainer
 from oomph.config.presets import GPT2_SHAPES, PRESETS
 from oomph.config.schema import DEFAULT_LOSS_CHUNK, NEWEST_TORCH, TrainConfig
 from oomph.config.settle import SettlingDevice, settle
@@ -17,6 +17,7 @@ __all__ = [
     "Key",
     "LoadedConfig",
     "Override",
+    "Pasted",
     "SettlingDevice",
     "TrainConfig",
     "as_loaded",

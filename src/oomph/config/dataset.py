@@ -13,6 +13,11 @@ VOCABULARY_MULTIPLE = 64  # nanoGPT's 50304 is GPT-2's 50257 rounded up to it
 TRAIN, META, MANIFEST = "train.bin", "meta.pkl", "meta.json"
 
 
+def is_plain(dataset: str) -> bool:
+    """Whether it is a name, and not a path that leads elsewhere."""
+    return dataset not in (".", "..") and not any(letter in dataset for letter in "/\\:\0")
+
+
 def look(dataset: str, roots: Iterable[Path]) -> Layer:
     """`dataset_tokens` and `vocab_size` as the first folder found has them; an empty layer where there is none.
 

@@ -27,8 +27,12 @@ def read(path: Path, label: str, known: Known) -> Layer:
 
         return read_checkpoint(path, label)
     _refuse_binary(head, label)
-    text = _text(path, label)
-    suffix = path.suffix.lower()
+    return read_text(_text(path, label), label, known)
+
+
+def read_text(text: str, label: str, known: Known) -> Layer:
+    """The layer of a config's text; `label` is its name, whose suffix tells the format where the text does not."""
+    suffix = Path(label).suffix.lower()
     if suffix in (".yaml", ".yml", ".ini", ".cfg"):
         raise InputError(Problem(where=label, what=f"{suffix} files are not understood", allowed=_UNDERSTOOD))
     if suffix == ".json" or (suffix not in (".py", ".toml") and text.lstrip().startswith("{")):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,8 +20,17 @@ from oomph.config.values import Said, Unreadable, parse_text
 from oomph.errors import InputError, Problem
 
 MAX_PROBLEMS = 100  # more than anybody mends at once
-Source = str | os.PathLike[str]
 Override = tuple[str, str, str]  # key, value as written, where: ("batch_size", "8", "--batch_size=8")
+
+
+class Pasted(NamedTuple):
+    """A config that somebody pasted: text under a name, and no file."""
+
+    name: str
+    text: str
+
+
+Source = str | os.PathLike[str] | Pasted
 
 
 class LoadedConfig(msgspec.Struct, frozen=True):
@@ -36,14 +45,22 @@ class LoadedConfig(msgspec.Struct, frozen=True):
         """Did anybody give this key a value?"""
         return not self.sources[key].startswith("default")
 
+    def data_roots(self) -> list[Path]:
+        """Where data/NAME is looked for: here, and beside the config files and their folders."""
+        folders = [Path(file).parent for file in self.files]
+        return [Path(), *folders, *(folder.parent for folder in folders)]
 
-def load(sources: Source | Sequence[Source] = (), overrides: Sequence[Override] = ()) -> LoadedConfig:
+
+def load(
+    sources: Source | Sequence[Source] = (), overrides: Sequence[Override] = (), *, confined: bool = False
+) -> LoadedConfig:
     """The config that defaults, presets, files and overrides make, later over earlier.
 
-    Raises `InputError` with every problem found in all of them.
+    `confined` is for configs from strangers: their dataset is looked up in ./data by its plain name alone. Raises
+    `InputError` with every problem found in all of them.
     """
-    gathering = _Gathering()
-    for source in [sources] if isinstance(sources, str | os.PathLike) else sources:
+    gathering = _Gathering(confined=confined)
+    for source in [sources] if isinstance(sources, str | os.PathLike | Pasted) else sources:
         gathering.add_source(source)
     for key, text, where in overrides:
         gathering.add_override(key, text, where)
@@ -95,14 +112,18 @@ class _Gathering:
     files: list[str] = field(default_factory=list)
     our_format: str | None = None  # the first file in oomph's own format
     look_at_data: bool = True
+    confined: bool = False  # look for data below this folder alone
 
     def add_source(self, source: Source) -> None:
-        name = os.fspath(source)
-        if name in PRESETS:
+        name = source.name if isinstance(source, Pasted) else os.fspath(source)
+        if name in PRESETS and not isinstance(source, Pasted):
             self.add(preset(name))
             return
         try:
-            layer = files.read(Path(name), name, self.known)
+            if isinstance(source, Pasted):
+                layer = files.read_text(source.text, name, self.known)
+            else:
+                layer = files.read(Path(name), name, self.known)
         except InputError as error:
             self.problems.extend(error.problems)
             return
@@ -150,7 +171,9 @@ class _Gathering:
         name = self.values["dataset"].value
         if not isinstance(name, str) or not name:
             return
-        folders = [Path(file).parent for file in self.files]
+        if self.confined and not dataset.is_plain(name):
+            return
+        folders = [] if self.confined else [Path(file).parent for file in self.files]
         found = dataset.look(name, [Path(), *folders, *(folder.parent for folder in folders)])
         self.notes.extend(found.notes)
         for key, said in found.values.items():

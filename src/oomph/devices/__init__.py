@@ -6,5 +6,6 @@ from oomph.devices.catalogue import all_devices
 from oomph.devices.device import RATES, Device
 from oomph.devices.lookup import find
 from oomph.devices.machine import detect
+from oomph.devices.ratios import calibrated
 
-__all__ = ["RATES", "Device", "all_devices", "custom", "detect", "find", "warnings"]
+__all__ = ["RATES", "Device", "all_devices", "calibrated", "custom", "detect", "find", "warnings"]

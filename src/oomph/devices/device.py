@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from oomph.devices.rates import CpuRates
+
 Kind = Literal["cuda", "rocm", "mps", "cpu"]
 
 
@@ -49,10 +51,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     compute_capability: float | None = None  # 8.9; NVIDIA only
     sm_count: int | None = None  # multiprocessors, compute units or GPU cores; None for a CPU
     threads: int | None = None  # a CPU's, that this process may use
+    cpu_rates: CpuRates | None = None  # a CPU's, measured
     boost_mhz: int | None = None  # the clock its peaks are for
     memory_mib: int  # as nvidia-smi shows it; a CPU's RAM
     usable_mib: int  # what one process can use on Linux without a desktop
-    context_mib: int  # what CUDA takes before the first tensor
+    context_mib: int  # what CUDA takes before the first tensor; on a CPU, Python with torch
+    optimizer_mib: int = 0  # on a CPU: what a program adds to that by making an optimizer of torch.optim
     bandwidth_gbs: float | None = None  # 1e9 bytes a second
     tflops_fp16: float | None = None  # dense peaks with fp32 accumulation, 1e12 operations a second
     tflops_bf16: float | None = None
@@ -62,6 +66,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     gemm_tflops_low: float | None = None  # large products in half precision as measured with PyTorch
     gemm_tflops_high: float | None = None
     watts: float | None = None  # board power (TDP)
+    drawn_watts: float | None = None  # in training, where `oomph check --save` measured it
+    time_ratio: float = 1.0  # a measured step over the predicted one, where `oomph check --save` found it
     usd_per_hour_low: float | None = None  # on demand, cheapest provider
     usd_per_hour_high: float | None = None  # on demand, dearest provider
     has_bf16: bool  # in hardware

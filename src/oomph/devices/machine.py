@@ -58,7 +58,9 @@ def this_cpu(measure: bool = True) -> Device:
         return replace(device, notes=(f"The CPU's speed {why}",))
     return replace(
         device,
+        cpu_rates=rates,
         context_mib=round(rates.process_mib or 0),
+        optimizer_mib=round(rates.optimizer_mib or 0),
         bandwidth_gbs=rates.copy_gbs,
         tflops_bf16=rates.tflops_bf16,
         tflops_fp32=rates.tflops_fp32,

@@ -1,6 +1,7 @@
 """`python -m oomph.devices.measure_cpu [bf16]`: this CPU's rates, measured with torch in two seconds, as JSON.
 
-A process of its own, because importing torch takes longer than everything else oomph does.
+A process of its own, because importing torch takes longer than everything else oomph does. Each piece of work is
+short, and its quickest run counts: a busy machine interrupts long ones.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SIZE = 1024  # large enough that a product of this size runs at the full rate, small enough to repeat
-COPY_FLOATS = 2**24  # 64 MiB: well past the caches of a thread
+SIZE = 512  # a product of this size runs at the full rate, in a few milliseconds
+COPY_FLOATS = 2**24  # 64 MiB: well past the caches of a thread, and enough that each new tensor is made of new pages
+CACHED_FLOATS = 2**18  # 1 MiB: in a core's own cache
+HEADS, TOKENS, HEAD_SIZE = 4, 128, 32
+ATTENTION_PRODUCTS = 0.65  # as in predict.cpu_kernels, which adds the scores' own time to it
 
 
 def best_s(work: Callable[[], object], budget_s: float) -> float:
@@ -36,23 +40,70 @@ def resident_mib() -> float | None:
         return None
 
 
-def measure(with_bf16: bool, budget_s: float = 0.5) -> dict[str, float | None]:
-    """TFLOPS of matrix products and GB/s of copies on the threads torch uses."""
+def measure(with_bf16: bool, budget_s: float = 0.2) -> dict[str, float | None]:
+    """TFLOPS of matrix products, GB/s of copies and of arithmetic on the threads torch uses."""
     import torch
+    from torch.nn import functional
+
+    process_mib, optimizer_mib = _process_mib()  # before any tensor of size
 
     def gemm_tflops(dtype: torch.dtype) -> float:
         a, b = torch.randn(SIZE, SIZE).to(dtype), torch.randn(SIZE, SIZE).to(dtype)
         out = torch.empty(SIZE, SIZE, dtype=dtype)
         return 2 * SIZE**3 / best_s(lambda: torch.mm(a, b, out=out), budget_s) / 1e12
 
-    process_mib = resident_mib()  # Python with torch imported, before any tensor of size
-    source, target = torch.ones(COPY_FLOATS), torch.empty(COPY_FLOATS)
+    def sum_gbs(floats: int) -> float:
+        a, b, out = torch.ones(floats), torch.ones(floats), torch.empty(floats)
+        return 12 * floats / best_s(lambda: torch.add(a, b, out=out), budget_s) / 1e9  # two read, one written
+
+    rows = torch.randn(CACHED_FLOATS // 256, 256)
+    math_s = [
+        best_s(lambda: functional.gelu(rows), budget_s / 2),
+        best_s(lambda: functional.log_softmax(rows, 1), budget_s / 2),
+        best_s(lambda: functional.layer_norm(rows, (256,)), budget_s / 2),
+    ]
+    large, one = torch.empty(COPY_FLOATS), torch.ones(1)
+    new_s = best_s(lambda: torch.empty(COPY_FLOATS).zero_(), budget_s) - best_s(large.zero_, budget_s)
+    tflops = gemm_tflops(torch.float32)
     return {
         "process_mib": process_mib,
-        "tflops_fp32": gemm_tflops(torch.float32),
+        "optimizer_mib": optimizer_mib,
+        "tflops_fp32": tflops,
         "tflops_bf16": gemm_tflops(torch.bfloat16) if with_bf16 else None,
-        "copy_gbs": 2 * 4 * COPY_FLOATS / best_s(lambda: target.copy_(source), budget_s) / 1e9,  # read and written
+        "copy_gbs": sum_gbs(COPY_FLOATS),
+        "cached_gbs": sum_gbs(CACHED_FLOATS),
+        "math_gbs": 8 * rows.numel() * len(math_s) / sum(math_s) / 1e9,  # one read, one written
+        "page_s_per_byte": max(0.0, new_s) / (4 * COPY_FLOATS),
+        "dispatch_s": best_s(lambda: one + one, budget_s / 4),
+        "score_s": _score_s(tflops, budget_s),
     }
+
+
+def _process_mib() -> tuple[float | None, float | None]:
+    """Python and torch with what a step's operators load on first use; and what making a torch.optim optimizer adds."""
+    import torch
+    from torch.nn import functional
+
+    tokens, heads = torch.zeros(8, dtype=torch.int64), torch.randn(1, 2, 8, 8, requires_grad=True)
+    layer = torch.nn.Linear(8, 8)
+    attended = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    loss = functional.cross_entropy(functional.gelu(layer(attended.flatten(0, 2))), tokens.repeat(2))
+    loss.backward()  # type: ignore[no-untyped-call]
+    stepped_mib = resident_mib()
+    torch.optim.AdamW(layer.parameters()).step()  # it imports torch.compile's machinery
+    made_mib = resident_mib()
+    return stepped_mib, made_mib - stepped_mib if made_mib and stepped_mib else None
+
+
+def _score_s(tflops: float, budget_s: float) -> float:
+    """Seconds for one attention score besides its share of the matrix products."""
+    import torch
+    from torch.nn import functional
+
+    q, k, v = (torch.randn(HEADS, HEADS, TOKENS, HEAD_SIZE) for _ in range(3))
+    seconds = best_s(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True), budget_s)
+    scores = HEADS * HEADS * TOKENS * (TOKENS + 32) / 2  # the kernel takes queries by 32
+    return max(0.0, seconds / scores - 4 * HEAD_SIZE / (tflops * 1e12 * ATTENTION_PRODUCTS))
 
 
 if __name__ == "__main__":

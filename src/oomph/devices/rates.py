@@ -16,8 +16,14 @@ class CpuRates(msgspec.Struct, frozen=True):
 
     tflops_fp32: float
     tflops_bf16: float | None  # None where bf16 has no instructions
-    copy_gbs: float  # bytes read and bytes written
-    process_mib: float | None = None  # Python with torch imported; None where the system does not tell
+    copy_gbs: float  # bytes read and bytes written in memory
+    cached_gbs: float  # the same in a core's own cache
+    math_gbs: float  # of operations with an exponential or a norm: gelu, softmax, layer norm
+    page_s_per_byte: float  # to make the pages of a new large tensor
+    dispatch_s: float  # the smallest operator
+    score_s: float  # one attention score, besides its matrix products
+    process_mib: float | None = None  # Python with torch at work, before any tensor; None where the system is silent
+    optimizer_mib: float | None = None  # what an optimizer of torch.optim adds: the machinery it imports
 
 
 def cpu_rates(cpu_name: str, threads: int, has_bf16: bool, measure: bool = True) -> CpuRates | None:
@@ -65,6 +71,11 @@ def torch_version() -> str | None:
         return "unknown"
 
 
+def child_environment() -> dict[str, str]:
+    """Of a Python process that finds what this one finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
 def _load(path: Path) -> dict[str, CpuRates]:
     """What is kept; a missing or broken file counts as empty."""
     try:
@@ -88,11 +99,8 @@ def _measure(has_bf16: bool) -> CpuRates | None:
     import subprocess
 
     command = [sys.executable, "-m", "oomph.devices.measure_cpu", *(["bf16"] if has_bf16 else [])]
-    path = os.pathsep.join(entry for entry in sys.path if entry)  # the child finds what this process finds
     try:
-        run = subprocess.run(
-            command, capture_output=True, timeout=120, check=True, env={**os.environ, "PYTHONPATH": path}
-        )
+        run = subprocess.run(command, capture_output=True, timeout=120, check=True, env=child_environment())
         return msgspec.json.decode(run.stdout, type=CpuRates)
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError):
         return None

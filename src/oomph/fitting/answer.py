@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from oomph import config as configs
+from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
 from oomph.fitting import rows, verdict
@@ -17,7 +16,7 @@ from oomph.fitting.propose import grow, propose
 from oomph.fitting.result import KINDS, Fit, Kind, Option, Value
 from oomph.fitting.rows import Row
 from oomph.fitting.search import Searcher, is_safe
-from oomph.fitting.space import Program, candidates, changes_between, programs, variant, with_changes
+from oomph.fitting.space import Program, changes_between, ladders, programs, variant, with_changes
 from oomph.planner import Plan, choose_device, tokens_per_step
 
 NEARLY_AS_FAST = 0.05  # the safest option gives up at most this share of the best one's speed
@@ -61,18 +60,6 @@ def with_tokens(loaded: LoadedConfig, tokens: float | None) -> LoadedConfig:
     ends_together = loaded.config.lr_decay_iters == loaded.config.max_iters or not loaded.said("lr_decay_iters")
     changes: dict[str, Value] = {"max_iters": steps}
     return with_changes(loaded, changes | ({"lr_decay_iters": steps} if ends_together else {}))
-
-
-@contextmanager
-def collecting_later() -> Iterator[None]:
-    """Without the garbage collector: a search makes many small objects, none in cycles, and it would visit them all."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
 
 
 class _Fitting:
@@ -133,8 +120,8 @@ class _Fitting:
 
     def search(self, program: Program) -> bool:
         """The fastest of a program's settings; where nothing fits, the leanest, and False."""
-        every = list(candidates(program))
-        self.evaluated += len(every)
+        every = list(ladders(program))
+        self.evaluated += sum(each.settings for each in every)
         fastest = self.searcher.fastest(program.loaded, every)
         if fastest is None and program.key == "patched" != self.asked:
             return False
@@ -149,8 +136,8 @@ class _Fitting:
     def search_nearly(self, row: Row) -> None:
         """What a change of the arithmetic allows at best: every batch, checkpoint and chunk searched with it."""
         program = variant(self.programs[row.program], row.changes, self.searcher.device)
-        every = list(candidates(program))
-        self.evaluated += len(every)
+        every = list(ladders(program))
+        self.evaluated += sum(each.settings for each in every)
         fastest = self.searcher.fastest(program.loaded, every)
         if fastest is not None:
             self._keep(f"{row.name}, the fastest that fits", fastest, row.kind, row.effect)
@@ -166,7 +153,7 @@ class _Fitting:
         own = self._program_behind(chosen)
         if chosen.plan.time is not None:
             slowest_s = chosen.plan.time.step_ms / 1e3 * (1 + NEARLY_AS_FAST)
-            roomiest = self.searcher.roomiest(own.loaded, candidates(own), slowest_s)
+            roomiest = self.searcher.roomiest(own.loaded, ladders(own), slowest_s)
             if roomiest is not None:
                 self._keep("the most room", roomiest, chosen.kind, chosen.effect)
         options = self._ranked()
@@ -178,7 +165,7 @@ class _Fitting:
 
     def _keep_safe(self, program: Program, like: Option | None) -> bool:
         """The fastest setting of a program with a sure margin, of the same kind and effect; False where it has none."""
-        safe = self.searcher.fastest(program.loaded, candidates(program), safe=True)
+        safe = self.searcher.fastest(program.loaded, ladders(program), safe=True)
         if safe is not None:
             kind, effect = (like.kind, like.effect) if like is not None else ("same", rows.SAME)
             self._keep("the fastest with a sure margin", safe, kind, effect)

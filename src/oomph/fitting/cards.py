@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from oomph import config as configs
+from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device, all_devices
-from oomph.fitting.answer import collecting_later, names_a_model, with_tokens
+from oomph.fitting.answer import names_a_model, with_tokens
 from oomph.fitting.search import Searcher
 from oomph.fitting.space import batches
 from oomph.planner import Plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import msgspec
 
@@ -15,7 +14,7 @@ from oomph.fitting import shapes
 from oomph.fitting.result import Option, Value
 from oomph.fitting.search import Searcher
 from oomph.fitting.shapes import Shape
-from oomph.fitting.space import batches, changes_between, few_chunks, with_changes
+from oomph.fitting.space import Ladder, batches, changes_between, with_changes
 from oomph.planner import Plan
 from oomph.step.params import count_nanogpt
 
@@ -51,8 +50,8 @@ class Sizer:
         if shape not in self._plans:
             loaded = self.config(shape)
             settled = configs.settle(loaded, self.searcher.device).config
-            every = [settled] if self.as_asked else list(_settings(settled))
-            self.evaluated += len(every)
+            every = [_alone(settled)] if self.as_asked else list(_settings(settled))
+            self.evaluated += sum(each.settings for each in every)
             self._plans[shape] = self.searcher.fastest(loaded, every)
         return self._plans[shape]
 
@@ -109,14 +108,17 @@ class Sizer:
         return (shape, plan) if shape is not None and plan is not None else None
 
 
-def _settings(base: TrainConfig) -> Iterator[TrainConfig]:
+def _alone(config: TrainConfig) -> Ladder:
+    """One setting and no other."""
+    return Ladder(config, (config.checkpoint_layers,), (config.expandable_segments,))
+
+
+def _settings(base: TrainConfig) -> Iterator[Ladder]:
     """The settings a size is tried with: every micro-batch; for oomph also all blocks checkpointed."""
-    layers = (base.checkpoint_layers, base.n_layer) if base.trainer == "oomph" else (base.checkpoint_layers,)
-    sizes = [pair for pair in batches(base) if few_chunks(base, pair[0])]
-    for (size, micro_steps), checkpointed in product(sizes, dict.fromkeys(layers)):
-        yield msgspec.structs.replace(
-            base, batch_size=size, gradient_accumulation_steps=micro_steps, checkpoint_layers=checkpointed
-        )
+    counts = {base.checkpoint_layers, base.n_layer} if base.trainer == "oomph" else {base.checkpoint_layers}
+    for size, micro_steps in batches(base):
+        config = msgspec.structs.replace(base, batch_size=size, gradient_accumulation_steps=micro_steps)
+        yield Ladder(config, tuple(sorted(counts)), (base.expandable_segments,))
 
 
 def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[Shape, Plan] | None]]:

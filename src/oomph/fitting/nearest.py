@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -12,12 +13,12 @@ from oomph.fitting.result import Value
 from oomph.fitting.rows import Row, shallower
 from oomph.fitting.search import Searcher
 from oomph.fitting.shapes import HEAD_SIZE
-from oomph.fitting.space import Program, candidates, changes_between
+from oomph.fitting.space import Program, changes_between, ladders
 
 
 def nearest_rows(program: Program, searcher: Searcher) -> Iterator[Row]:
     """From the leanest setting: the deepest and the widest model that fit."""
-    leanest = searcher.roomiest(program.loaded, candidates(program))
+    leanest = searcher.roomiest(program.loaded, ladders(program))
     if leanest is None:
         return
     base = leanest.config
@@ -43,17 +44,19 @@ def smallest_card(need_mib: float) -> Device | None:
 
 def _largest(top: int, make: Callable[[int], TrainConfig], program: Program, searcher: Searcher) -> int:
     """The largest number up to `top` whose config fits, by the full simulation; 0 where none does. Memory grows with
-    the number: halving finds the last that may fit by the safe bound, then each is simulated."""
-    low, high = 0, top
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if searcher.may_fit(make(middle)) else (low, middle - 1)
-    while low > 0:
-        memory = searcher.simulate(program.loaded, make(low)).memory
+    the number: halving finds the last that may fit by the safe bound, then the last whose peak fits; what is left is
+    fragmentation, so that from there each is simulated."""
+
+    def last(top: int, fits: Callable[[TrainConfig], bool]) -> int:
+        return bisect_left(range(1, top + 1), True, key=lambda number: not fits(make(number)))
+
+    number = last(last(top, searcher.may_fit), searcher.peak_fits)
+    while number > 0:
+        memory = searcher.simulate(program.loaded, make(number)).memory
         if memory.fits and not memory.retries:
             break
-        low -= 1
-    return low
+        number -= 1
+    return number
 
 
 def _wide(heads: int) -> dict[str, Value]:

@@ -1,14 +1,15 @@
 """The fastest setting that fits: best first, each candidate looked at no more closely than it must be.
 
-What exceeds the card by a safe bound is dismissed. Each other candidate waits in a queue under a time it cannot beat.
-The one in front is looked at more closely each time it comes up: a better estimate of its time, then its exact time and
-its peak, then the full simulation on the card. The first that passes is the fastest: everything behind it is slower.
+What exceeds the card by a safe bound is dismissed. Each other setting waits in a queue under a time it cannot beat, of
+those that differ in checkpointed blocks alone the quickest for all. The one in front is looked at more closely each
+time it comes up: a better estimate of its time, then its exact time and its peak, then the full simulation on the card.
+The first that passes is the fastest: everything behind it is slower.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable
 from enum import IntEnum
 from math import inf
@@ -17,6 +18,7 @@ from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
 from oomph.fitting.estimate import Estimator, replace
+from oomph.fitting.space import Ladder
 from oomph.planner import Plan, plan
 from oomph.predict.footprint import ALLOCATED_SPREAD, CONTEXT_SPREAD_MIB
 from oomph.units import MIB
@@ -25,7 +27,7 @@ OPTIMISM = 0.995  # a shallow estimate of the time is right to less than half a 
 
 
 class _Look(IntEnum):
-    """How closely a candidate has been looked at."""
+    """How closely a setting has been looked at."""
 
     NONE = 0
     SHALLOW = 1
@@ -59,73 +61,100 @@ class Searcher:
         """False only where the safe bound already exceeds the card."""
         return self.estimator.floor_bytes(config) <= self.room_bytes
 
-    def fastest(self, like: LoadedConfig, candidates: Iterable[TrainConfig], safe: bool = False) -> Plan | None:
-        """The fastest candidate that fits without the allocator having to give its cache back; None where none does.
+    def peak_fits(self, config: TrainConfig) -> bool:
+        """Whether what is allocated at the peak is no more than the card has; fragmentation may still add to it."""
+        return self.estimator.exact(config).peak[0] <= self.room_bytes
 
-        Of equally fast ones the first, so candidates should come with the ones that change least in front. `safe`
-        asks for one that fits even where the prediction misses by as much as it may.
+    def fastest(self, like: LoadedConfig, ladders: Iterable[Ladder], safe: bool = False) -> Plan | None:
+        """The fastest setting that fits without the allocator having to give its cache back; None where none does.
+
+        Of equally fast ones the first, so ladders should come with the ones that change least in front. `safe` asks
+        for one that fits even where the prediction misses by as much as it may. A ladder waits in the queue with its
+        lowest rung that is not yet dismissed: those above it are slower.
         """
-        possible = self._possible(candidates)
         room_bytes = self.safe_room_bytes if safe else self.room_bytes
-        ladders = _ladders(each for _, each in possible)
-        fewest: dict[TrainConfig, int] = {}  # blocks to be checkpointed, by what else is set
-        queue = [(self._best_s(each), rank, _Look.NONE, each) for rank, each in possible]
+        queue = [(self._best_s(ladder.at(0)), rank, 0, _Look.NONE, ladder) for rank, ladder in self._possible(ladders)]
         heapq.heapify(queue)
         while queue:
-            _, rank, looked, config = heapq.heappop(queue)
-            alike = _but_checkpoints(config)
-            if config.checkpoint_layers < fewest.get(alike, 0):
-                continue
+            _, rank, rung, looked, ladder = heapq.heappop(queue)
+            config = ladder.at(rung)
             if looked is _Look.NONE:
-                heapq.heappush(queue, (self.estimator.step_s(config) * OPTIMISM, rank, _Look.SHALLOW, config))
-            elif looked is _Look.SHALLOW:
-                heapq.heappush(queue, (self.estimator.exact(config).step_s, rank, _Look.EXACT, config))
-            elif self.estimator.exact(config).peak[0] > room_bytes:
-                fewest[alike] = self._fewest_checkpoints(config, ladders[alike], room_bytes)
-            else:
-                found = self.simulate(like, config)
-                if found.memory.fits and not found.memory.retries and (is_safe(found) or not safe):
-                    return found
+                heapq.heappush(queue, (self.estimator.step_s(config) * OPTIMISM, rank, rung, _Look.SHALLOW, ladder))
+                continue
+            if looked is _Look.SHALLOW and (higher := self._first_possible(ladder, rung)) > rung:
+                later_s = self.estimator.step_s(ladder.at(higher)) * OPTIMISM
+                heapq.heappush(queue, (later_s, rank, higher, _Look.SHALLOW, ladder))
+                continue
+            if looked is _Look.SHALLOW:
+                heapq.heappush(queue, (self.estimator.exact(config).step_s, rank, rung, _Look.EXACT, ladder))
+                continue
+            higher = self._first_fitting(ladder, rung, room_bytes)
+            if higher == rung:
+                for each in ladder.both(rung):
+                    found = self.simulate(like, each)
+                    if found.memory.fits and not found.memory.retries and (is_safe(found) or not safe):
+                        return found
+                higher = rung + 1
+            if higher < len(ladder.counts):
+                later_s = self.estimator.step_s(ladder.at(higher)) * OPTIMISM
+                heapq.heappush(queue, (later_s, rank, higher, _Look.SHALLOW, ladder))
         return None
 
-    def _fewest_checkpoints(self, config: TrainConfig, counts: list[int], room_bytes: float) -> int:
-        """How many blocks must be checkpointed for the peak to fit, where this many are too few: the peak sinks with
-        each, so halving finds it."""
+    def _first_fitting(self, ladder: Ladder, rung: int, room_bytes: float) -> int:
+        """The first rung from this one on whose peak fits: the peak sinks with each, so halving finds it."""
 
-        def fits(count: int) -> bool:
-            return self.estimator.exact(replace(config, checkpoint_layers=count)).peak[0] <= room_bytes
+        def fits(place: int) -> bool:
+            return self.estimator.exact(ladder.at(place)).peak[0] <= room_bytes
 
-        place = bisect_left(counts, True, lo=bisect_right(counts, config.checkpoint_layers), key=fits)
-        return counts[place] if place < len(counts) else config.n_layer + 1
+        rungs = range(len(ladder.counts))
+        return rung if fits(rung) else bisect_left(rungs, True, lo=rung + 1, key=fits)
 
-    def _possible(self, candidates: Iterable[TrainConfig]) -> list[tuple[int, TrainConfig]]:
-        """The candidates that may fit, each with its rank. Memory grows with the micro-batch, so that of those alike
-        otherwise halving finds the last that may."""
-        families: dict[TrainConfig, list[tuple[int, TrainConfig]]] = {}
-        for rank, each in enumerate(candidates):
-            families.setdefault(_family(each), []).append((rank, each))
-        possible: list[tuple[int, TrainConfig]] = []
+    def _possible(self, ladders: Iterable[Ladder]) -> list[tuple[int, Ladder]]:
+        """The ladders of which the last rung may fit, each with its rank. Memory grows with the micro-batch, so that of
+        those alike otherwise halving finds the last that may."""
+        families: dict[TrainConfig, list[tuple[int, Ladder]]] = {}
+        for rank, each in enumerate(ladders):
+            families.setdefault(_family(each.config), []).append((rank, each))
+        possible: list[tuple[int, Ladder]] = []
         for members in families.values():
-            members.sort(key=lambda pair: pair[1].batch_size)
-            possible += members[: bisect_left(members, True, key=lambda pair: not self.may_fit(pair[1]))]
+            members.sort(key=lambda pair: pair[1].config.batch_size)
+            possible += members[: bisect_left(members, True, key=lambda pair: not self._ends_may_fit(pair[1]))]
         return possible
 
+    def _ends_may_fit(self, ladder: Ladder) -> bool:
+        """Whether the last rung may fit; where the first one may, it takes fewer models to know."""
+        return self.may_fit(ladder.at(0)) or self.may_fit(ladder.at(-1))
+
+    def _first_possible(self, ladder: Ladder, rung: int = 0) -> int:
+        """The first rung from this one on that may fit, where the last one may."""
+        rungs = range(len(ladder.counts) - 1)
+        return bisect_left(rungs, True, lo=rung, key=lambda place: self.may_fit(ladder.at(place)))
+
     def _best_s(self, config: TrainConfig) -> float:
-        """A time that a candidate cannot beat: compiled, it runs the same products with fewer passes over memory."""
+        """A time that a setting cannot beat: compiled, it runs the same products with fewer passes over memory."""
         return self.estimator.step_s(replace(config, compile=True)) * OPTIMISM
 
-    def roomiest(self, like: LoadedConfig, candidates: Iterable[TrainConfig], at_most_s: float = inf) -> Plan | None:
-        """Of the candidates that take no longer than that a step, the one that takes the least memory, or nearly.
+    def roomiest(self, like: LoadedConfig, ladders: Iterable[Ladder], at_most_s: float = inf) -> Plan | None:
+        """Of the settings that take no longer than that a step, the one that takes the least memory, or nearly.
 
         The two with the smallest peaks are simulated: fragmentation may turn the order of near equals.
         """
+        quick: list[TrainConfig] = []
         if at_most_s == inf:
-            every = list(candidates)
-            smallest = min(each.batch_size for each in every)
-            quick = [each for each in every if each.batch_size == smallest]
+            every = list(ladders)
+            smallest = min(each.config.batch_size for each in every)
+            for ladder in every:
+                if ladder.config.batch_size == smallest:
+                    quick += _ends(ladder, 0, len(ladder.counts))
         else:
-            hopeful = [each for _, each in self._possible(candidates) if self._best_s(each) <= at_most_s]
-            quick = [each for each in hopeful if self.estimator.step_s(each) <= at_most_s]
+            for _, ladder in self._possible(ladders):
+                if self._best_s(ladder.at(0)) <= at_most_s:
+                    rung = self._first_possible(ladder)
+                    rungs = range(len(ladder.counts))
+                    end = bisect_left(
+                        rungs, True, lo=rung, key=lambda n: self.estimator.step_s(ladder.at(n)) > at_most_s
+                    )
+                    quick += _ends(ladder, rung, end)
         lean = heapq.nsmallest(2, quick, key=self.estimator.lean_bytes)
         plans = [self.simulate(like, each) for each in lean]
         return min(plans, key=lambda each: each.memory.total_mib, default=None)
@@ -137,20 +166,13 @@ def is_safe(plan: Plan) -> bool:
     return memory.capacity_mib is None or memory.high_mib <= memory.capacity_mib
 
 
-def _but_checkpoints(config: TrainConfig) -> TrainConfig:
-    """What candidates that differ in their checkpointed blocks alone have in common."""
-    return replace(config, checkpoint_layers=0, expandable_segments=False)
-
-
-def _ladders(configs: Iterable[TrainConfig]) -> dict[TrainConfig, list[int]]:
-    """The numbers of checkpointed blocks that may be tried, by what else is set."""
-    found: dict[TrainConfig, set[int]] = {}
-    for each in configs:
-        found.setdefault(_but_checkpoints(each), set()).add(each.checkpoint_layers)
-    return {alike: sorted(counts) for alike, counts in found.items()}
+def _ends(ladder: Ladder, start: int, end: int) -> list[TrainConfig]:
+    """The two lowest and the two highest rungs from `start` up to `end`: where the least of a straight line is."""
+    rungs = dict.fromkeys((*range(start, end)[:2], *range(start, end)[-2:]))
+    return [config for rung in rungs for config in ladder.both(rung)]
 
 
 def _family(config: TrainConfig) -> TrainConfig:
-    """What candidates that differ in their micro-batch alone have in common."""
+    """What settings that differ in their micro-batch alone have in common."""
     alone = config.gradient_accumulation_steps <= config.world_size  # a lone micro-step holds no second gradients
-    return replace(config, batch_size=1, gradient_accumulation_steps=1 if alone else 2, expandable_segments=False)
+    return replace(config, batch_size=1, gradient_accumulation_steps=1 if alone else 2)

@@ -36,6 +36,31 @@ class Program(msgspec.Struct, frozen=True):
     expandable_segments: tuple[bool, ...]
 
 
+class Ladder(msgspec.Struct, frozen=True):
+    """Settings that differ in their checkpointed blocks and in the allocator's segments alone.
+
+    Each block more takes less memory and more time, so that a search need not look at every rung.
+    """
+
+    config: TrainConfig  # of the lowest rung
+    counts: tuple[int, ...]  # of checkpointed blocks, rising
+    expandable_segments: tuple[bool, ...]  # the config's own first: they take the same time
+
+    def at(self, rung: int) -> TrainConfig:
+        """The setting on a rung, with the segments that are tried first."""
+        return msgspec.structs.replace(self.config, checkpoint_layers=self.counts[rung])
+
+    def both(self, rung: int) -> list[TrainConfig]:
+        """The settings on a rung, one a kind of segments."""
+        config = self.at(rung)
+        return [msgspec.structs.replace(config, expandable_segments=each) for each in self.expandable_segments]
+
+    @property
+    def settings(self) -> int:
+        """How many they are."""
+        return len(self.counts) * len(self.expandable_segments)
+
+
 def programs(loaded: LoadedConfig, device: Device) -> dict[str, Program]:
     """nanoGPT as published, nanoGPT with a training step that returns the loss alone, and oomph train."""
     under = {trainer: _under(loaded, trainer) for trainer in ("nanogpt", "oomph")}
@@ -101,43 +126,30 @@ def batches(config: TrainConfig) -> list[tuple[int, int]]:
     ]
 
 
-def candidates(program: Program) -> Iterator[TrainConfig]:
-    """Every setting of a program that keeps the mathematics, as a settled config."""
+def ladders(program: Program) -> Iterator[Ladder]:
+    """Every setting of a program that keeps the mathematics, as settled configs; those that change least in front."""
     base = program.settled
+    counts = tuple(sorted(program.checkpoint_layers))
     for size, micro_steps in batches(base):
         rows = size * base.block_size
-        chunks = [each for each in program.loss_chunk if _sensible(each, rows) or _as_said(each, size, base)]
-        axes = (program.compile, chunks, program.checkpoint_layers, program.optimizer_loop, program.expandable_segments)
-        for compiled, chunk, layers, loop, expandable in product(*axes):
-            yield msgspec.structs.replace(
+        chunks = [each for each in program.loss_chunk if _sensible(each, rows) or each == base.loss_chunk]
+        for compiled, chunk, loop in product(program.compile, chunks, program.optimizer_loop):
+            lowest = msgspec.structs.replace(
                 base,
                 batch_size=size,
                 gradient_accumulation_steps=micro_steps,
                 compile=compiled,
                 loss_chunk=chunk,
-                checkpoint_layers=layers,
+                checkpoint_layers=counts[0],
                 optimizer_loop=loop,
-                expandable_segments=expandable,
             )
+            yield Ladder(lowest, counts, program.expandable_segments)
 
 
 def variant(program: Program, changes: dict[str, Value], device: Device) -> Program:
     """The program running the config with those keys changed, everything else still free to be set."""
     loaded = with_changes(program.loaded, changes)
     return msgspec.structs.replace(program, loaded=loaded, settled=configs.settle(loaded, device).config)
-
-
-def few_chunks(base: TrainConfig, size: int) -> bool:
-    """Whether a micro-batch of that size computes the loss in no more chunks than are of use, or than it does now.
-
-    Every chunk is simulated: a micro-batch of a hundred thousand sequences would have hundreds of thousands.
-    """
-    chunk = base.loss_chunk or 0
-    return chunk == 0 or size * base.block_size <= MOST_CHUNKS * chunk or size <= base.batch_size
-
-
-def _as_said(chunk: int, size: int, base: TrainConfig) -> bool:
-    return chunk == base.loss_chunk and few_chunks(base, size)
 
 
 def _sensible(chunk: int, rows: int) -> bool:

@@ -12,10 +12,23 @@ import msgspec
 
 from oomph.config import TrainConfig
 from oomph.devices import Device
-from oomph.predict.kernels import BEST, LIKELY, WORST, Assumptions, Program, op_seconds
-from oomph.step.ops import Kernel, Op, Phase, Step
+from oomph.predict.kernels import (
+    BEST,
+    EARLY_COMPILED,
+    EFFICIENT_SLOWDOWN,
+    FLASH_1_SLOWDOWN,
+    LIKELY,
+    WORST,
+    Assumptions,
+    Program,
+    op_seconds,
+)
+from oomph.step.ops import Kernel, Op, Phase, Section, Step
 
 PADDING_SINCE = (2, 2)  # inductor pads matrix products whose extents are not aligned (its shape_padding)
+READING = {Phase.FORWARD, Phase.EVAL}  # phases that begin with a batch
+QUICK_LAUNCH_SINCE = (2, 2)  # the compiler's launches; the figures for slow ones are from 2.0 and 2.1
+FLASH_2_SINCE = (2, 2)  # scaled_dot_product_attention runs FlashAttention-2
 
 
 class Seconds(msgspec.Struct, frozen=True):
@@ -30,6 +43,7 @@ class _Work(NamedTuple):
 
     times: int
     evaluates: bool
+    reads: bool  # whether the host cuts a batch out of the data for it
     ops: list[tuple[Op, int]]
 
 
@@ -45,13 +59,42 @@ def predict_times(step: Step, config: TrainConfig, device: Device) -> Times | No
     """How long the step takes on the device; None where the device's rates are not known."""
     if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
         return None
-    program = Program(
+    program, works = program_of(config), _works(step)
+    return Times(*(_run(works, config, device, program, assume) for assume in (BEST, LIKELY, WORST)))
+
+
+def likely_seconds(step: Step, config: TrainConfig, device: Device) -> Seconds | None:
+    """The likely time alone, as `predict_times` has it: for searches."""
+    if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
+        return None
+    return _run(_works(step), config, device, program_of(config), LIKELY)
+
+
+def program_of(config: TrainConfig) -> Program:
+    """What the config and the version of torch decide about the kernels."""
+    release = torch_release(config.torch_version)
+    flash = 1.0 if release >= FLASH_2_SINCE else FLASH_1_SLOWDOWN
+    return Program(
         allow_tf32=config.allow_tf32,
-        efficient=config.attention == "efficient",
-        pads=config.compile and torch_release(config.torch_version) >= PADDING_SINCE,
+        attention_slowdown=EFFICIENT_SLOWDOWN if config.attention == "efficient" else flash,
+        pads=config.compile and release >= PADDING_SINCE,
     )
-    works = _works(step)
-    return Times(*(_run(works, config.compile, device, program, assume) for assume in (BEST, LIKELY, WORST)))
+
+
+def reads_batch(section: Section) -> bool:
+    """Whether the host cuts a batch out of the data for the section."""
+    return any(op.phase in READING for op in section.ops)
+
+
+def host_seconds(kernels: int, reads: bool, config: TrainConfig, device: Device, assume: Assumptions) -> float:
+    """The host's work for a section: it launches the kernels, and in nanoGPT prepares the next batch between them."""
+    if device.kind == "cpu":
+        return 0.0
+    kernel_s = assume.compiled_host_s if config.compile else assume.eager_host_s
+    if config.compile and torch_release(config.torch_version) < QUICK_LAUNCH_SINCE:
+        kernel_s *= EARLY_COMPILED
+    reading_s = 2 * config.batch_size * assume.sample_host_s if reads and config.trainer == "nanogpt" else 0.0
+    return kernels * kernel_s + reading_s  # oomph's trainer reads in a thread of its own
 
 
 def torch_release(version: str) -> tuple[int, int]:
@@ -69,16 +112,17 @@ def _works(step: Step) -> list[_Work]:
             key = (op.kernel, op.phase, op.shape, op.dtype, op.flops, op.bytes_moved)
             found = counts.get(key)
             if found is None:
-                counts[key] = [op, 1]
+                counts[key] = [op, op.times]
             else:
-                found[1] += 1
+                found[1] += op.times
         evaluates = bool(section.ops) and section.ops[0].phase is Phase.EVAL
-        works.append(_Work(section.times, evaluates, [(op, count) for op, count in counts.values()]))
+        works.append(
+            _Work(section.times, evaluates, reads_batch(section), [(op, count) for op, count in counts.values()])
+        )
     return works
 
 
-def _run(works: list[_Work], compiled: bool, device: Device, program: Program, assume: Assumptions) -> Seconds:
-    host_s = 0.0 if device.kind == "cpu" else assume.compiled_host_s if compiled else assume.eager_host_s
+def _run(works: list[_Work], config: TrainConfig, device: Device, program: Program, assume: Assumptions) -> Seconds:
     known: dict[tuple[object, ...], float] = {}
     step_s = eval_s = 0.0
     for work in works:
@@ -90,9 +134,9 @@ def _run(works: list[_Work], compiled: bool, device: Device, program: Program, a
                 seconds = known[key] = op_seconds(op, device, program, assume)
             device_s += count * seconds
             kernels += count * (op.kernel is not Kernel.NONE)
-        seconds = max(device_s, host_s * kernels)
+        seconds = max(device_s, host_seconds(kernels, work.reads, config, device, assume))
         if work.evaluates:
             eval_s = seconds  # the last of them: a later batch, not the first
         else:
             step_s += work.times * seconds
-    return Seconds(step_s, eval_s)
+    return Seconds(step_s * device.time_ratio, eval_s * device.time_ratio)

@@ -1,35 +1,79 @@
-"""Energy and money: watts times hours, and a price."""
+"""Energy and money: watts times hours, and a price. One's own card costs electricity, a rented one by the hour."""
 
 from __future__ import annotations
 
 import msgspec
 
+from oomph.devices import Device
+
 # Share of the rated board power that GPT training draws: nvidia-smi during training shows 0.80 to 1.0 of it
 # (RTX 4090 362 to 435 of 450 W, RTX 3060 155 of 170, A6000 295 of 300, T4 65 of 70, A4500 167 of 200).
 POWER_SHARE = 0.90
 PRICE_PER_KWH = 0.16  # US dollars, households, world average in 2025 (globalpetrolprices.com); 0.05 to 0.45 by country
+PRICE_CURRENCY = "USD"
+# An assumption, for a desktop computer: processor, memory, drives and fans while one process feeds the cards, and
+# what a power supply of the 80 PLUS Gold class turns into heat at half its load (87 to 92 %).
+REST_WATTS = 90.0
+SUPPLY_EFFICIENCY = 0.90
 
 
 class Energy(msgspec.Struct, frozen=True):
-    """What the card draws over the run, and what that costs."""
+    """What the run draws and costs. Prices per hour are there where the card is on offer, or one was given."""
 
     watts: float  # the cards alone, all of them
     kwh: float
-    cost: float
+    cost: float  # electricity for the cards alone
     currency: str
     price_kwh: float
+    measured: bool  # whether somebody measured the watts
+    machine_watts: float  # at the wall: cards, the rest of the machine, the power supply's loss
+    machine_kwh: float
+    machine_cost: float
+    price_hour: float | None = None  # of one rented card, where given
+    rent: float | None = None  # all cards for the whole run, in `currency`
+    rent_usd_low: float | None = None  # the same at the catalogue's lowest and highest on-demand prices
+    rent_usd_high: float | None = None
+
+
+def drawn_watts(device: Device) -> float | None:
+    """What one card draws in training: as measured, else its share of the rated power; None where nobody knows."""
+    if device.drawn_watts is not None:
+        return device.drawn_watts
+    return None if device.watts is None else POWER_SHARE * device.watts
 
 
 def energy(
-    board_watts: float | None,
+    device: Device,
     hours: float | None,
     price_kwh: float = PRICE_PER_KWH,
-    currency: str = "USD",
+    currency: str = PRICE_CURRENCY,
     cards: int = 1,
+    watts: float | None = None,
+    price_hour: float | None = None,
 ) -> Energy | None:
-    """kWh = watts × hours / 1000, over all cards. None where their power or the run's length is not known."""
-    if board_watts is None or hours is None:
+    """kWh = watts × hours / 1000, over all cards; `watts` is one card's draw where it was measured.
+
+    None where the cards' power or the run's length is not known.
+    """
+    each = watts if watts is not None else drawn_watts(device)
+    if each is None or hours is None:
         return None
-    watts = POWER_SHARE * board_watts * cards
-    kwh = watts * hours / 1000
-    return Energy(watts, kwh, kwh * price_kwh, currency, price_kwh)
+    cards_watts = each * cards
+    machine_watts = (cards_watts + REST_WATTS) / SUPPLY_EFFICIENCY
+    kwh, machine_kwh = (drawn * hours / 1000 for drawn in (cards_watts, machine_watts))
+    low, high = device.usd_per_hour_low, device.usd_per_hour_high
+    return Energy(
+        watts=cards_watts,
+        kwh=kwh,
+        cost=kwh * price_kwh,
+        currency=currency,
+        price_kwh=price_kwh,
+        measured=watts is not None or device.drawn_watts is not None,
+        machine_watts=machine_watts,
+        machine_kwh=machine_kwh,
+        machine_cost=machine_kwh * price_kwh,
+        price_hour=price_hour,
+        rent=None if price_hour is None else price_hour * cards * hours,
+        rent_usd_low=None if low is None else low * cards * hours,
+        rent_usd_high=None if (high or low) is None else (high or low or 0.0) * cards * hours,
+    )

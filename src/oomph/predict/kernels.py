@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from oomph.devices import RATES, Device
+from oomph.predict.cpu_kernels import cpu_op_seconds
 from oomph.step.ops import Kernel, Op, Phase
 
 
@@ -19,27 +20,52 @@ class Assumptions(msgspec.Struct, frozen=True):
     geforce_ratio: float  # measured matrix-product rate over rated peak, for cards nobody has measured
     other_ratio: float
     measured: float  # where between the lowest (0) and the highest (1) measurement of the card itself
+    limited: float  # the same for a board at its power limit
+    throttling: float  # share of the rate that a board at its power limit loses in a hot case
     bandwidth_share: float  # of the rated bandwidth that streaming kernels reach
+    in_flight_bytes: float  # that a multiprocessor's loads keep under way
     tile_latency_s: float  # filling and draining one tile: a load from memory, a store to it
     kernel_gap_s: float  # between the end of one kernel and the first work of the next
     softmax_ops: float  # floating-point operations for one attention score besides its products and exponential
     eager_host_s: float  # the host's work for one kernel, PyTorch's dispatch and autograd included
     compiled_host_s: float  # the same in a compiled graph
-    cpu_ratio: float  # of the rate measured on this CPU with large square matrices
+    sample_host_s: float  # the host's work to cut one row of tokens out of the data, in nanoGPT's get_batch
+    cpu_ratio: float  # of the rates measured on this CPU, each by its quickest run
 
 
-# Sources. Ratios: measured over rated in the catalogue (GeForce RTX 3080 1.08, 3090 1.07, 4090 1.03, 5070 1.05;
-# A4000 0.84, A100 0.83, H100 0.81, L40S 0.72): GeForce boards run above their rated clock, the others against
-# their power limit. Where the card itself was measured, published figures are the best of many sizes in a short
-# run; a day of training holds the lowest of them. Bandwidth: copy kernels reach 0.86 to 0.93 of the rated figure on
-# GDDR6X and HBM alike. Tile latency: one trip to device memory takes 0.5 to 0.7 µs on Volta to Hopper (Jia et al.,
-# arXiv 1804.06826; Luo et al., arXiv 2402.13499), and a tile makes two. Softmax: scale, subtract, maximum, sum,
-# rescale, convert. Host: eager PyTorch spends about 10 µs on an operator (PyTorch's CUDA-graphs post, 2021), and a
-# training step under autocast and autograd runs two or three operators for one kernel.
-BEST = Assumptions(1.08, 0.86, 1.0, 0.94, 1.0e-6, 1.0e-6, 6, 10e-6, 4e-6, 1.0)
-LIKELY = Assumptions(1.05, 0.80, 0.0, 0.90, 1.5e-6, 1.5e-6, 8, 20e-6, 7e-6, 0.9)
-WORST = Assumptions(0.92, 0.65, -0.5, 0.80, 3.0e-6, 3.0e-6, 12, 35e-6, 12e-6, 0.7)
+# Sources. Ratios: measured over rated in the catalogue (GeForce RTX 3080 1.08, 3080 Ti 1.11 to 1.15, 4070 SUPER 1.02 to
+# 1.07, 5070 1.0 to 1.09; A4000 0.84, A100 0.83, H100 0.81, L40S 0.72): GeForce boards run above their rated clock (1.05
+# in the mean of those measured), the others against their power limit. Where the card itself was
+# measured, published figures are the best of many sizes in a short run; a board at its power limit holds the lowest
+# of them through a day of training. Throttling: boards of one kind differ by as much between machines (L4 66 to 91
+# TFLOPS, T4 25 to 43). Bandwidth: copy kernels reach 0.86 to 0.93 of the rated figure on GDDR6X and HBM alike; but
+# bytes in flight are bandwidth times latency, and a multiprocessor holds only so many: 32 KiB of plain loads reach 6.6
+# of a B200's 8 TB/s (SemiAnalysis, "Dissecting Nvidia Blackwell", 2026), what torch.compile writes holds fewer and
+# reaches 2.0 to 2.7 of an H100's 3.35 (QuACK, 2025; PyTorch, "SOTA Normalization Performance with torch.compile").
+# Tile latency: one trip to device memory takes 0.5 to 0.8 µs on Volta to Hopper (Jia et al., arXiv 1804.06826; Luo et
+# al., arXiv 2402.13499), and a tile makes two, which a second tile on the same multiprocessor may hide. Softmax: scale,
+# subtract, maximum, sum, rescale, convert. Host: an eager operator takes 10 µs and more (PyTorch's CUDA-graphs post,
+# 2021), and a training step under autocast and autograd runs two or three for one kernel: small models at 18 ms a step
+# of 300 kernels (A800, torch 2.0) or 40 ms of 200 (nanoGPT pull request 392, a slow host). A slice of a numpy.memmap
+# made a tensor takes 15 to 60 µs.
+BEST = Assumptions(1.15, 0.86, 1.0, 1.0, 0.0, 0.94, 28e3, 0.5e-6, 1.0e-6, 6, 15e-6, 4e-6, 10e-6, 1.05)
+LIKELY = Assumptions(1.05, 0.80, 0.5, 0.0, 0.0, 0.90, 20e3, 1.5e-6, 1.5e-6, 8, 40e-6, 10e-6, 20e-6, 0.95)
+WORST = Assumptions(0.92, 0.65, -0.5, -0.5, 0.35, 0.80, 14e3, 3.0e-6, 3.0e-6, 12, 150e-6, 20e-6, 60e-6, 0.7)
+# The first releases of torch.compile launched each kernel through layers of Python. Steps of small models took 80 to
+# 160 µs a kernel whatever the card: 22 ms for 160 (nanoGPT pull request 392), 22 and 40 ms for 250 (issue 178, request
+# 225; one of them slower compiled than another machine was eager). Two of these are rows of docs/accuracy.md.
+EARLY_COMPILED = 10.0
 MEASURED_SPREAD = 0.1  # of a card measured only once, taken as the width of the range
+POWER_LIMITED = 0.9  # a board that never reaches more of its rated peak in large products is at its power limit
+# Watts of board power a multiprocessor, below which it cannot hold its clock in matrix products: boards that can have
+# 2.8 and more (A100 PCIe, A6000 3.6, RTX 4090 3.5), those that swing with their cooling 1.2 to 2.5 (L4, T4, A10, L40S).
+STARVED_WATTS = 2.5
+# Of the rated peak that float32 products without tensor cores reach, by lanes a multiprocessor: where 128 share their
+# issue slots with integers, less (torch.matmul: A100 18 to 19 of 19.5, V100 14 of 15.7; 3090 24 of 35.6, 4090 46 to
+# 56 of 82.6, RTX PRO 6000 79 of 126; github.com/zzc0721/torch-performance-test-data).
+PLAIN_FP32 = {64: 0.9, 128: 0.65}
+MEMORY_LATENCY_S = 0.75e-6  # a load from device memory under traffic; sources as for tiles
+ECC_SHARE = 15 / 16  # of GDDR memory's capacity and traffic that is left where error correction is stored inline
 
 # Output tiles that cuBLAS and CUTLASS choose among, and the share of the full rate a multiprocessor reaches on one:
 # smaller tiles load more bytes for each product (NVIDIA, "Matrix Multiplication Background User's Guide").
@@ -47,9 +73,16 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (6
 SPLITS = (1, 2, 4, 8, 16)  # how many multiprocessors may share the inner dimension of one tile
 ALIGNED = 8  # elements: 16 bytes of half precision; below that, loads are not vectorised
 UNALIGNED_SHARE = 0.6
+# Of the full rate where an extent is odd, so that loads are two bytes wide. The PyTorch blog on nanoGPT (March 2023)
+# took 113 ms with a vocabulary of 50257 and 87 with 50304: the head's three products went from 11 to 37 ms.
+ODD_SHARE = 0.3
 EXPONENTIALS_PER_CLOCK = 16  # a multiprocessor's special-function units, Volta to Blackwell (CUDA programming guide)
 BACKWARD_SOFTMAX = 2.0  # the backward recomputes the scores and forms their gradient: twice the pointwise work
+# FlashAttention-2 is written with Ampere's instructions. A Hopper multiprocessor runs those at 63 % of its full rate
+# (Luo et al., arXiv 2402.13499), and nothing suggests more for its successor.
+AMPERE_PRODUCTS_PER_CLOCK = 1290
 EFFICIENT_SLOWDOWN = 1.7  # memory-efficient attention against flash (PyTorch blog on nanoGPT, March 2023: A100)
+FLASH_1_SLOWDOWN = 2.0  # FlashAttention against FlashAttention-2 (Dao, arXiv 2307.08691)
 FALLBACK_ATTENTION_SHARE = 0.5  # of the products' rate, on devices whose clocks and lanes are not known
 
 
@@ -57,7 +90,7 @@ class Program(msgspec.Struct, frozen=True):
     """What the program decides about its kernels."""
 
     allow_tf32: bool  # float32 products on tensor cores
-    efficient: bool  # the memory-efficient attention kernel instead of flash
+    attention_slowdown: float  # of the attention kernel it runs, against FlashAttention-2
     pads: bool  # the compiler pads matrices to aligned extents
 
 
@@ -65,31 +98,61 @@ def op_seconds(op: Op, device: Device, program: Program, assume: Assumptions) ->
     """Device time of one operation."""
     if op.kernel is Kernel.NONE:
         return 0.0
+    if device.cpu_rates is not None:
+        rate = flops_per_s(device, op.dtype, assume, program.allow_tf32)
+        return cpu_op_seconds(op, device.cpu_rates, rate) / assume.cpu_ratio
     seconds = op.bytes_moved / bytes_per_s(device, assume)
     if op.kernel is Kernel.GEMM and op.flops:
         seconds = max(seconds, gemm_seconds(op.shape, op.dtype, device, program, assume))
     elif op.kernel is Kernel.ATTENTION and op.flops:
-        slower = EFFICIENT_SLOWDOWN if program.efficient else 1.0
-        seconds = max(seconds, slower * attention_seconds(op, device, program, assume))
+        seconds = max(seconds, program.attention_slowdown * attention_seconds(op, device, program, assume))
     return seconds if device.kind == "cpu" else seconds + assume.kernel_gap_s
 
 
 def bytes_per_s(device: Device, assume: Assumptions) -> float:
-    """The memory bandwidth that kernels reach. A CPU's was measured, so it needs no share."""
-    share = 1.0 if device.kind == "cpu" else assume.bandwidth_share
-    return (device.bandwidth_gbs or 0.0) * 1e9 * share
+    """The memory bandwidth that kernels reach: what the memory gives, or what the multiprocessors can ask for.
+
+    A CPU's was measured, so it needs no share.
+    """
+    rated = (device.bandwidth_gbs or 0.0) * 1e9
+    if device.kind == "cpu":
+        return rated
+    given = rated * assume.bandwidth_share * (ECC_SHARE if has_inline_ecc(device) else 1.0)
+    if device.sm_count is None or device.kind != "cuda":
+        return given
+    asked = device.sm_count * assume.in_flight_bytes / MEMORY_LATENCY_S
+    return float((given**-3 + asked**-3) ** (-1 / 3))  # near the knee neither limit is reached
+
+
+def has_inline_ecc(device: Device) -> bool:
+    """Whether a sixteenth of the memory holds check bits: 23034 MiB of 24 GiB. HBM keeps them apart."""
+    nominal_gib = max(1, round(device.memory_mib / 1024 / ECC_SHARE / 8)) * 8
+    return device.kind == "cuda" and abs(device.memory_mib / (nominal_gib * 1024 * ECC_SHARE) - 1) < 0.003
 
 
 def flops_per_s(device: Device, dtype: str, assume: Assumptions, allow_tf32: bool) -> float:
     """The rate of large matrix products in this precision."""
     peak = (device.peak_tflops(dtype, allow_tf32) or device.tflops_fp32 or 0.0) * 1e12
     if device.kind == "cpu":
-        return peak * assume.cpu_ratio
-    if device.gemm_tflops_low and device.gemm_tflops_high and device.tflops_fp16:
-        low = device.gemm_tflops_low
-        spread = max(device.gemm_tflops_high - low, MEASURED_SPREAD * low)
-        return peak * (low + spread * assume.measured) / device.tflops_fp16
-    return peak * (assume.geforce_ratio if device.name.startswith("GeForce") else assume.other_ratio)
+        return peak
+    lanes = RATES.get(device.rate_class or "")
+    if dtype == "float32" and lanes is not None and not (allow_tf32 and lanes.tf32):
+        return peak * PLAIN_FP32[lanes.fp32] * (1 + MEASURED_SPREAD * (assume.measured - LIKELY.measured))
+    return peak * half_ratio(device, assume)
+
+
+def half_ratio(device: Device, assume: Assumptions) -> float:
+    """Of the rated peak on tensor cores, what large products hold."""
+    if not (device.gemm_tflops_low and device.gemm_tflops_high and device.tflops_fp16):
+        return assume.geforce_ratio if device.name.startswith("GeForce") else assume.other_ratio
+    low, high = device.gemm_tflops_low / device.tflops_fp16, device.gemm_tflops_high / device.tflops_fp16
+    if high < (1 + MEASURED_SPREAD) * low:  # measured once: as likely the highest of many as the lowest
+        middle = (low + high) / 2
+        low, high = middle * (1 - MEASURED_SPREAD / 2), middle * (1 + MEASURED_SPREAD / 2)
+    starved = device.watts is not None and device.sm_count and device.watts / device.sm_count < STARVED_WATTS
+    if high < POWER_LIMITED or (starved and device.kind == "cuda"):
+        return (low + (high - low) * assume.limited) * (1 - assume.throttling)
+    return low + (high - low) * assume.measured
 
 
 def gemm_seconds(shape: tuple[int, ...], dtype: str, device: Device, program: Program, assume: Assumptions) -> float:
@@ -98,9 +161,9 @@ def gemm_seconds(shape: tuple[int, ...], dtype: str, device: Device, program: Pr
     rate = flops_per_s(device, dtype, assume, program.allow_tf32)
     if device.kind == "cpu" or device.sm_count is None:
         return 2 * batch * m * n * k / rate
-    if dtype != "float32" and not program.pads and any(extent % ALIGNED for extent in (m, n, k)):
-        rate *= UNALIGNED_SHARE
-    sm_count, best = device.sm_count, float("inf")
+    if dtype != "float32" and not program.pads:
+        rate *= alignment_share(m, n, k)
+    sm_count, best, moved_per_s = device.sm_count, float("inf"), bytes_per_s(device, assume)
     for rows, columns, share in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
         for split in SPLITS:
@@ -108,11 +171,16 @@ def gemm_seconds(shape: tuple[int, ...], dtype: str, device: Device, program: Pr
                 break  # enough tiles to fill the card: splitting only adds work
             waves = -(-tiles * split // sm_count)
             tile_s = 2 * rows * columns * -(-k // split) * sm_count / (rate * share) + assume.tile_latency_s
-            merge_s = (
-                8 * split * batch * m * n / bytes_per_s(device, assume) if split > 1 else 0.0
-            )  # float32, out and in
+            merge_s = 8 * split * batch * m * n / moved_per_s if split > 1 else 0.0  # float32, out and in
             best = min(best, waves * tile_s + merge_s)
     return best
+
+
+def alignment_share(*extents: int) -> float:
+    """Of the full rate, what products in half precision or tf32 reach whose rows begin at odd addresses."""
+    if any(extent % 2 for extent in extents):
+        return ODD_SHARE
+    return UNALIGNED_SHARE if any(extent % ALIGNED for extent in extents) else 1.0
 
 
 def attention_seconds(op: Op, device: Device, program: Program, assume: Assumptions) -> float:
@@ -122,8 +190,10 @@ def attention_seconds(op: Op, device: Device, program: Program, assume: Assumpti
         return op.flops / (flops_per_s(device, op.dtype, assume, program.allow_tf32) * FALLBACK_ATTENTION_SHARE)
     batch, heads, tokens, _ = op.shape
     scores = batch * heads * tokens * (tokens + 1) / 2
-    product_s = op.flops / flops_per_s(device, op.dtype, assume, program.allow_tf32)
+    share = min(1.0, AMPERE_PRODUCTS_PER_CLOCK / lanes.half) if lanes.half else 1.0
+    product_s = op.flops / (flops_per_s(device, op.dtype, assume, program.allow_tf32) * share)
     clocks = 1 / EXPONENTIALS_PER_CLOCK + assume.softmax_ops / lanes.fp32
     if op.phase is Phase.BACKWARD:
         clocks *= BACKWARD_SOFTMAX
-    return product_s + scores * clocks / (device.sm_count * device.boost_mhz * 1e6)
+    clock_hz = device.boost_mhz * 1e6 * min(1.0, half_ratio(device, assume))  # a power limit lowers it for all units
+    return product_s + scores * clocks / (device.sm_count * clock_hz)

@@ -38,7 +38,15 @@ def rounded(size_bytes: int, rounding_bytes: int) -> int:
 
 
 def find_peak(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Peak:
-    """The fullest moment of a step. The first of several equal ones."""
+    """The fullest moment of a step, and who holds it. The first of several equal ones."""
+    peak_bytes, section_index, op_index = find_moment(step, rounding_bytes)
+    section = step.sections[section_index]
+    live = sorted(_live_at(step, section_index, op_index), key=lambda buffer: -buffer.bytes)
+    return Peak(peak_bytes, section, section.ops[op_index], tuple(live))
+
+
+def find_moment(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> tuple[int, int, int]:
+    """The fullest moment alone: its bytes, and the places of its section and its operation."""
     live_bytes = sum(rounded(buffer.bytes, rounding_bytes) for buffer in step.resident)
     peak_bytes, peak_at = -1, (0, 0)
     for section_index, section in enumerate(step.sections):
@@ -49,9 +57,7 @@ def find_peak(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Peak:
                 peak_bytes, peak_at = live_bytes, (section_index, op_index)
             for buffer in op.frees:
                 live_bytes -= -(-buffer.bytes // rounding_bytes) * rounding_bytes
-    section = step.sections[peak_at[0]]
-    live = sorted(_live_at(step, *peak_at), key=lambda buffer: -buffer.bytes)
-    return Peak(peak_bytes, section, section.ops[peak_at[1]], tuple(live))
+    return peak_bytes, *peak_at
 
 
 def _live_at(step: Step, section_index: int, op_index: int) -> Sequence[Buffer]:

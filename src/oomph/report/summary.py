@@ -11,7 +11,10 @@ from datetime import datetime, timedelta
 import msgspec
 
 from oomph import peak
-from oomph.planner import NANOGPT_PEAK_FLOPS, Plan
+from oomph.planner import Plan
+from oomph.predict.cost import REST_WATTS, SUPPLY_EFFICIENCY, Energy
+from oomph.predict.duration import NANOGPT_PEAK_FLOPS, Time
+from oomph.predict.extras import CHECKPOINT_BYTES_PER_S, COMPILE_HIGH, COMPILE_LOW
 from oomph.report.timeline import sparkline
 from oomph.units import count, duration, money, scientific
 
@@ -60,8 +63,11 @@ class Summary(msgspec.Struct, frozen=True):
     notes: tuple[str, ...]
 
 
-def summarise(plans: Sequence[Plan], now: datetime | None = None) -> Summary:
-    """The report of one or more plans of the same run; the first is the one asked for."""
+def summarise(plans: Sequence[Plan], now: datetime | None = None, *, brief: bool = False) -> Summary:
+    """The report of one or more plans of the same run; the first is the one asked for.
+
+    `brief` leaves out what takes longest: the line over a step, and what needs another simulation to be told.
+    """
     first = plans[0]
     bars = tuple(_bar(plan) for plan in plans)
     names = dict.fromkeys(name for bar in bars for name, _ in bar.parts)
@@ -72,9 +78,9 @@ def summarise(plans: Sequence[Plan], now: datetime | None = None) -> Summary:
         verdicts=tuple(_verdict(plan) for plan in plans),
         bars=bars,
         components=tuple(names),
-        over_a_step=sparkline(first, SPARKLINE_COLUMNS),
+        over_a_step=("", "") if brief else sparkline(first, SPARKLINE_COLUMNS),
         paces=_paces(first, now or datetime.now()),
-        facts=tuple(_facts(plans)),
+        facts=tuple(_facts(plans, brief)),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
 
@@ -153,14 +159,17 @@ def _paces(plan: Plan, now: datetime) -> tuple[Pace, ...]:
     if time is None:
         return ()
     if time.basis == "given":
-        return (_pace(plan, "as given", time.step_ms, now),)
-    cases = (("at best", time.low_ms), ("likely", time.step_ms), ("at worst", time.high_ms))
-    return tuple(_pace(plan, case, step_ms, now) for case, step_ms in cases)
+        return (_pace(plan, "as given", time.step_ms, time.hours, now),)
+    cases = (
+        ("at best", time.low_ms, time.low_hours),
+        ("likely", time.step_ms, time.hours),
+        ("at worst", time.high_ms, time.high_hours),
+    )
+    return tuple(_pace(plan, *case, now) for case in cases)
 
 
-def _pace(plan: Plan, case: str, step_ms: float, now: datetime) -> Pace:
-    assert plan.time is not None
-    seconds = plan.time.hours * 3600 * step_ms / plan.time.step_ms
+def _pace(plan: Plan, case: str, step_ms: float, hours: float, now: datetime) -> Pace:
+    seconds = hours * 3600
     return Pace(
         case=case,
         step=duration(step_ms / 1e3),
@@ -178,16 +187,17 @@ def _finish(now: datetime, seconds: float) -> str:
     return end.strftime("%a %d %b %H:%M" if seconds < 86400 * 300 else "%b %Y")
 
 
-def _facts(plans: Sequence[Plan]) -> list[tuple[str, str]]:
+def _facts(plans: Sequence[Plan], brief: bool) -> list[tuple[str, str]]:
     plan = plans[0]
-    facts = [(plan.program, sentence) for sentence in peak.sentences(plan)]
-    facts += [(other.program, peak.sentences(other)[0]) for other in plans[1:]]
+    facts = [(plan.program, sentence) for sentence in peak.sentences(plan, simulate=not brief)]
+    facts += [(other.program, peak.sentences(other, simulate=False)[0]) for other in plans[1:]]
     if plan.time is not None:
+        facts.append(("time", _parts(plan.time)))
         facts.append(("use", _use(plan)))
     facts.append(("data", _data(plan)))
     facts.append(("compute", _compute(plan)))
     if plan.energy is not None and plan.time is not None:
-        facts.append(("energy", _energy(plan)))
+        facts += [("money", sentence) for sentence in _money(plan.energy, plan.time, plan.config.world_size)]
     return facts
 
 
@@ -221,10 +231,39 @@ def _compute(plan: Plan) -> str:
     )
 
 
-def _energy(plan: Plan) -> str:
-    energy, time = plan.energy, plan.time
-    assert energy is not None and time is not None
-    return (
-        f"{energy.kwh:,.2f} kWh = {energy.watts:.0f} W × {time.hours:,.1f} h, the card alone; "
-        f"{money(energy.cost, energy.currency)} at {energy.price_kwh:g} {energy.currency} a kWh"
-    )
+def _parts(time: Time) -> str:
+    """The whole run as the sum of what it does."""
+    parts = [f"steps {duration(3600 * time.train_hours)}"] if time.train_hours else []
+    if time.eval_hours:
+        parts.append(f"{time.evaluations:,} evaluations {duration(3600 * time.eval_hours)}")
+    if time.checkpoints:
+        each, rate = f"{time.checkpoint_mib:,.0f} MiB", f"{CHECKPOINT_BYTES_PER_S / 1e6:.0f} MB/s"
+        whole = duration(3600 * time.checkpoint_hours)
+        parts.append(f"{time.checkpoints:,} checkpoints of {each} {whole} (at {rate})")
+    if time.compile_s:
+        low, high = (duration(time.compile_s * share) for share in (COMPILE_LOW, COMPILE_HIGH))
+        parts.append(f"compiling in the first step {duration(time.compile_s)} ({low} to {high})")
+    return " + ".join(parts)
+
+
+def _money(energy: Energy, time: Time, cards: int) -> list[str]:
+    """Electricity for one's own card and for the machine around it; rent for somebody else's."""
+    price = f"{energy.price_kwh:g} {energy.currency}"
+    basis = "measured" if energy.measured else "likely in training"
+    whole = "the card" if cards == 1 else f"{cards} cards"
+    hours, efficiency = f"{time.hours:,.1f} h", f"{SUPPLY_EFFICIENCY:.0%}".replace("%", " %")
+    said = [
+        f"{whole}: {energy.watts:,.0f} W ({basis}) × {hours} = {energy.kwh:,.2f} kWh × {price} = "
+        f"{money(energy.cost, energy.currency)}",
+        f"the whole machine: {energy.machine_watts:,.0f} W × {hours} = {energy.machine_kwh:,.2f} kWh × {price} = "
+        f"{money(energy.machine_cost, energy.currency)}; assumed: {REST_WATTS:.0f} W beside {whole}, a power supply of "
+        f"{efficiency}",
+    ]
+    if energy.rent is not None and energy.price_hour is not None:
+        rate = f"{energy.price_hour:g} {energy.currency} × {time.hours:,.1f} h"
+        said.append(f"rented: {rate}{f' × {cards} cards' if cards > 1 else ''} = {money(energy.rent, energy.currency)}")
+    elif energy.rent_usd_low is not None and energy.rent_usd_high is not None:
+        low, high = (f"{rent:,.2f}" for rent in (energy.rent_usd_low, energy.rent_usd_high))
+        span = low if low == high else f"{low} to {high}"
+        said.append(f"rented on demand: {span} USD, at 2026's published prices (--price_hour)")
+    return said

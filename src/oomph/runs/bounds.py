@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from oomph.planner import Plan
-from oomph.predict.clock import PADDING_SINCE, torch_release
-from oomph.predict.kernels import LIKELY, Program, op_seconds
+from oomph.predict.clock import host_seconds, program_of, reads_batch
+from oomph.predict.kernels import LIKELY, op_seconds
 from oomph.step.ops import Kernel, Op, Phase
 
 PRODUCTS = "matrix products of the layers"
@@ -24,11 +24,8 @@ def step_shares(plan: Plan) -> dict[str, float]:
     config, device = plan.config, plan.device
     if plan.time is None or not device.bandwidth_gbs:
         return {}
-    pads = config.compile and torch_release(config.torch_version) >= PADDING_SINCE
-    program = Program(allow_tf32=config.allow_tf32, efficient=config.attention == "efficient", pads=pads)
-    on_cpu = device.kind == "cpu"
-    host_s = 0.0 if on_cpu else LIKELY.compiled_host_s if config.compile else LIKELY.eager_host_s
-    gap_s = 0.0 if on_cpu else LIKELY.kernel_gap_s
+    program = program_of(config)
+    gap_s = 0.0 if device.kind == "cpu" else LIKELY.kernel_gap_s
     totals = dict.fromkeys((PRODUCTS, VOCABULARY, ATTENTION, BYTES, OPTIMIZER, GAPS, HOST), 0.0)
     for section in plan.steps[-1].sections:
         if section.ops and section.ops[0].phase is Phase.EVAL:
@@ -38,10 +35,11 @@ def step_shares(plan: Plan) -> dict[str, float]:
             if op.kernel is Kernel.NONE:
                 continue
             seconds = op_seconds(op, device, program, LIKELY)
-            totals[_what(op, config.vocab_size)] += section.times * (seconds - gap_s)
-            totals[GAPS] += section.times * gap_s
-            device_s, kernels = device_s + seconds, kernels + 1
-        totals[HOST] += section.times * max(0.0, host_s * kernels - device_s)
+            totals[_what(op, config.vocab_size)] += section.times * op.times * (seconds - gap_s)
+            totals[GAPS] += section.times * op.times * gap_s
+            device_s, kernels = device_s + op.times * seconds, kernels + op.times
+        host_s = host_seconds(kernels, reads_batch(section), config, device, LIKELY)
+        totals[HOST] += section.times * max(0.0, host_s - device_s)
     return totals
 
 

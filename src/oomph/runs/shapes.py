@@ -43,6 +43,7 @@ VOCABULARIES = {
     200019: "o200k",
 }
 WIDEST, LONGEST, MOST_WORDS = 32768, 1 << 17, 1 << 20
+USUAL_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FLOPS_SLACK = 0.03  # the printed MFU is a running mean over steps
 
 
@@ -178,8 +179,8 @@ def _lengths(printed: Printed, layers: int, width: int, bias: bool, both: int) -
 
 def _lengths_by_flops(printed: Printed, known: Known, layers: int, width: int) -> Iterable[int]:
     """Usual lengths: those that divide a step's tokens, near what the MFU implies."""
-    if known.flops_per_token is None:
-        return []
+    if known.flops_per_token is None:  # no count tells: any that people choose, so that the rest can be worked out
+        return USUAL_LENGTHS
     each = 12 * layers * width
     middle = (known.flops_per_token - 6 * (printed.params or 0)) / each
     slack = FLOPS_SLACK * known.flops_per_token / each

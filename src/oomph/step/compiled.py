@@ -21,14 +21,16 @@ from oomph.config.schema import NEWEST_TORCH, TrainConfig
 from oomph.errors import InputError, Problem
 from oomph.step.compiled_capture import capture
 from oomph.step.compiled_gpt_backward import DONATED_FROM, ONE_HOT_BEFORE
-from oomph.step.compiled_inductor import plan, report_strides
+from oomph.step.compiled_inductor import plan, register_patterns, report_strides
 from oomph.step.compiled_lines import GraphOps, Reader
 from oomph.step.compiled_loop import Loop, Programs
-from oomph.step.fakes import DTYPES, Model, convert, on_fakes
+from oomph.step.fakes import DTYPES, Model, convert, on_fakes, uncollected
 from oomph.step.gpt_eager_optimizer import Optimizer
 from oomph.step.gpt_eager_run import Run, Sizes
 from oomph.step.ops import Buffer, Kind, Phase, Step
 from oomph.step.params import Parameter
+from oomph.step.trace_loss import find_loss
+from oomph.step.trace_optimizer import check_traced, is_hidden
 
 
 def compiled(model: Model, inputs: Sequence[torch.Tensor], *, first: bool = False, **options: Any) -> Step:
@@ -43,6 +45,7 @@ def compiled_run(
     dtype: str = "bfloat16",
     autocast: bool = True,
     cuda: bool = True,
+    attention: str = "flash",
     optimizer: str = "adamw",
     optimizer_loop: str = "fused",
     accumulation: int = 3,
@@ -55,11 +58,13 @@ def compiled_run(
 ) -> tuple[Step, Step]:
     """The first and a later optimizer step of `torch.compile(model)(*inputs)`, each with one evaluation.
 
-    `model` is a module, or a function that builds one, which is then called on fake tensors. Its loss is the first
-    scalar it returns; everything else it returns counts as returned to the caller, who holds it if `keep_output`.
+    `model` is a module, or a function that builds one, which is then called on fake tensors. Its loss is what
+    `find_loss` takes; everything else it returns counts as returned to the caller, who holds it if `keep_output`.
     With `cuda` the plan is a card's, on any machine; without, this CPU's. Without `evaluation` there is none, and a
     third less to plan.
     """
+    check_traced(optimizer)
+    register_patterns()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
         built = on_fakes(model, fake_mode)
@@ -67,7 +72,9 @@ def compiled_run(
         if not autocast:
             convert(built, DTYPES[dtype])
     half = DTYPES[dtype] if autocast and dtype != "float32" else None
-    made = _Maker(built, batch, half, cuda, fake_mode, torch_version).programs(evaluation)
+    made = _Maker(built, batch, half, cuda, attention, fake_mode, torch_version)
+    with uncollected():
+        programs = made.programs(evaluation)
     found = [(n, p) for n, p in built.named_parameters() if p.requires_grad]
     config = TrainConfig(
         dtype=dtype, autocast=autocast, optimizer=optimizer, optimizer_loop=optimizer_loop, grad_clip=grad_clip
@@ -76,7 +83,7 @@ def compiled_run(
     everything = [Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in found]
 
     def step(first: bool) -> Step:
-        loop = Loop(made, accumulation, 2 * eval_iters, keep_output)
+        loop = Loop(programs, accumulation, 2 * eval_iters, keep_output)
         return loop.step(_ModelOptimizer(config, cuda, everything), parameters, first, workspace_bytes)
 
     return step(first=True), step(first=False)
@@ -88,8 +95,9 @@ class _ModelOptimizer(Optimizer):
     def __init__(self, config: TrainConfig, cuda: bool, everything: list[Parameter]) -> None:
         super().__init__(config, Run(Sizes(config, cuda, threads=1)))
         self.everything = tuple(everything)
-        self.matrices = [p for p in everything if p in self.matrices]
-        rest = [p for p in everything if p not in self.matrices]
+        hidden = [config.optimizer == "muon" and is_hidden(p.name, len(p.shape)) for p in everything]
+        self.matrices = [p for p, inside in zip(everything, hidden, strict=True) if inside]
+        rest = [p for p, inside in zip(everything, hidden, strict=True) if not inside]
         self.groups = [[p for p in rest if p.decayed], [p for p in rest if not p.decayed]]
 
 
@@ -107,10 +115,12 @@ class _Maker:
         batch: Sequence[torch.Tensor],
         half: torch.dtype | None,
         cuda: bool,
+        attention: str,
         fake_mode: FakeTensorMode,
         torch_version: str,
     ) -> None:
-        self.model, self.inputs, self.half, self.cuda, self.fake_mode = model, batch, half, cuda, fake_mode
+        self.model, self.inputs, self.half, self.fake_mode = model, batch, half, fake_mode
+        self.cuda, self.attention = cuda, attention
         version = tuple(int(part) for part in torch_version.split(".")[:2])
         self.older = {"optimize_scatter_upon_const_tensor": False} if version < ONE_HOT_BEFORE else {}
         self.donates = version >= DONATED_FROM
@@ -118,6 +128,7 @@ class _Maker:
         self.batch = [Buffer(f"batch.{i}", t.nbytes, Kind.INPUTS) for i, t in enumerate(batch)]
         self.graphs: dict[str, GraphOps] = {}
         self.shapes: list[torch.Tensor] = []  # what the model returns, in order
+        self.loss_index = 0  # and which of it is the loss
         self.visible = 0
         self.zeros: dict[int, Buffer] = {}  # by output: the gradient that autograd makes up for it
 
@@ -132,7 +143,7 @@ class _Maker:
             self.model.train()
         forward, backward, inference = (self.graphs[name] for name in ("forward", "backward", "inference"))
         returned = forward.outputs[: self.visible]
-        loss = self._loss_index()
+        loss = self.loss_index
         found = zip(_state(self.model), backward.outputs, strict=False)
         return Programs(
             batch=tuple(self.batch),
@@ -156,17 +167,20 @@ class _Maker:
                 self._on_graph,
                 half=self.half,
                 cuda=self.cuda,
+                attention=self.attention,
                 fake_mode=self.fake_mode,
             )
 
     def _outputs(self, result: Any) -> tuple[torch.Tensor, ...]:
+        loss = find_loss(result)
         if not isinstance(result, torch.Tensor | tuple | list | dict):
             result = dict(result)  # a ModelOutput of transformers
-        self.shapes = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        return tuple(self.shapes)
-
-    def _loss_index(self) -> int:
-        return next((i for i, tensor in enumerate(self.shapes) if tensor.dim() == 0), 0)
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if isinstance(result, torch.Tensor):
+            leaves = [loss]
+        self.shapes = leaves
+        self.loss_index = next(i for i, leaf in enumerate(leaves) if leaf is loss)
+        return tuple(leaves)
 
     def _vocabulary_numel(self) -> int:
         """From how many elements on a buffer counts as logits: those of the widest row a model computes."""
@@ -203,8 +217,8 @@ class _Maker:
                 continue
             output = wanted.pop(0)
             buffer = Buffer(f"output.{output}.zeros", tensor.nbytes, Kind.LOGITS)
-            buffers.append(None if output == self._loss_index() else buffer)
-            if output != self._loss_index():
+            buffers.append(None if output == self.loss_index else buffer)
+            if output != self.loss_index:
                 self.zeros[output] = buffer
         return buffers
 

@@ -7,12 +7,13 @@ differs on a card is told to the tracer: CUDA's autocast rules instead of the CP
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import partition_fn
@@ -21,8 +22,11 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx import traceback as fx_traceback
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-HALVES = (torch.bfloat16, torch.float16)
+from oomph.step.compiled_checkpoint import marking_checkpoints
+from oomph.step.trace_rules import ATTENTION, composed_attention, following
+from oomph.step.trace_rules import attention as attention_as_cuda
 
 OnGraph = Callable[[str, GraphModule, Sequence[Any]], None]
 
@@ -50,6 +54,7 @@ def capture(
     *,
     half: torch.dtype | None,
     cuda: bool,
+    attention: str,
     fake_mode: FakeTensorMode,
 ) -> None:
     """Calls `on_graph` with "forward" and "backward", or with "inference" where nothing wants a gradient.
@@ -73,9 +78,15 @@ def capture(
         stack.enter_context(V.set_fake_mode(fake_mode))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(_named_modules(model))
+        stack.enter_context(marking_checkpoints())
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         if cuda:
-            stack.enter_context(cuda_rules())
+            kernels = {ATTENTION: attention_as_cuda(attention, _fused)}
+            stack.enter_context(following(casts=True, kernels=kernels, keys=("AutogradCPU", "CPU")))
+            # A recomputed attention would be given a real card's random generator, which allocates nothing.
+            stack.enter_context(mock.patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False))
+        if attention == "math":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if half is not None:
             stack.enter_context(torch.autocast("cpu", half))
         aot_module_simplified(
@@ -108,7 +119,7 @@ def _named_modules(model: nn.Module) -> Iterator[None]:
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(name)))
-        handles.append(module.register_forward_hook(leave))
+        handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield
     finally:
@@ -116,76 +127,24 @@ def _named_modules(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-@contextlib.contextmanager
-def cuda_rules() -> Iterator[None]:
-    """CUDA's autocast lists and attention ops, on the CPU's dispatch keys. Global while it lasts; then undone."""
-    library: Any = torch.library.Library
-    autocast = library("aten", "IMPL", "AutocastCPU")
-    attention = [library("aten", "IMPL", key) for key in ("AutogradCPU", "CPU")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is overridden is the purpose
-        for name, rule in _AUTOCAST_RULES.items():
-            autocast.impl(name, rule)
-        for each in attention:
-            each.impl("scaled_dot_product_attention", _cuda_attention)
-    try:
-        yield
-    finally:
-        for each in (autocast, *attention):
-            each._destroy()
-
-
-def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALVES else value
-
-
-def _in_float32(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An autocast rule: every half argument in float32, autocast itself switched off below."""
-
-    def rule(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return op(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
-
-    return rule
-
-
-def _to_float32(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An autocast rule for ops that read halves and write float32 by themselves."""
-
-    def rule(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return op(tensor, dim, dtype or torch.float32)
-
-    return rule
-
-
-_AUTOCAST_RULES = {
-    "layer_norm": _in_float32(torch.ops.aten.layer_norm),
-    "nll_loss": _in_float32(torch.ops.aten.nll_loss),
-    "nll_loss_nd": _in_float32(torch.ops.aten.nll_loss_nd),
-    "softmax.int": _to_float32(torch.ops.aten.softmax.int),
-    "log_softmax.int": _to_float32(torch.ops.aten.log_softmax.int),
-}
-
-
-def _cuda_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+def _fused(
+    kernel: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
 ) -> torch.Tensor:
-    """The op that CUDA chooses: flash for halves, the memory-efficient kernel for float32 or with a mask."""
-    if enable_gqa:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    if q.dtype in HALVES and attn_mask is None:
+    """CUDA's own operators; a plain product is left to PyTorch."""
+    if kernel == "math":
+        composed: torch.Tensor = composed_attention(query, key, value, mask, dropout, causal, scale=scale)
+        return composed
+    if kernel == "flash":
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-        return flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+        return flash(query, key, value, dropout, causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    found = efficient(q, k, v, attn_mask, wants_gradient, dropout_p, is_causal, scale=scale)
+    wants_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    found = efficient(query, key, value, mask, wants_gradient, dropout, causal, scale=scale)
     return found[0]  # type: ignore[no-any-return]

@@ -19,6 +19,8 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step.compiled_reuse import Generated
+from oomph.step.gpt_eager_kernels import cpu_flash_backward_bytes, efficient_backward_bytes, flash_backward_bytes
+from oomph.step.gpt_eager_run import attends_by_hand
 from oomph.step.ops import Buffer, Kind
 
 READS_BEFORE_WRITING = 4  # torch._inductor.config.realize_reads_threshold
@@ -29,7 +31,7 @@ PADDED_FROM_COLUMNS = 1024  # torch._inductor.config.padding_stride_threshold
 class Sizes:
     """A config's shape and precision, in the numbers the programs need."""
 
-    def __init__(self, config: TrainConfig, cuda: bool) -> None:
+    def __init__(self, config: TrainConfig, cuda: bool, threads: int = 1) -> None:
         half = config.dtype in ("bfloat16", "float16")
         self.cuda = cuda
         self.layers = config.n_layer
@@ -48,7 +50,25 @@ class Sizes:
         self.weight = 2 if half and not config.autocast else 4  # bytes of a parameter, its gradient, the stream
         self.compute = 2 if self.autocast or self.weight == 2 else 4  # bytes of what matrix products read and write
         self.recomputes = self.weight == 2  # one dtype throughout: a norm's input is put together again in backward
+        self.threads = threads  # of the CPU's attention
+        self.kernel = self._kernel(config.attention)
+        self.by_hand = attends_by_hand(config)
         self.dtype = str(config.dtype) if self.compute == 2 else ("tf32" if cuda and config.allow_tf32 else "float32")
+
+    def _kernel(self, attention: str) -> str:
+        """The kernel that scaled_dot_product_attention comes to; CUDA's flash kernel takes half precision only."""
+        if attention == "math" or not self.cuda:
+            return "math" if attention == "math" else "cpu"
+        return "efficient" if self.compute == 4 else attention
+
+    def attention_backward_bytes(self) -> tuple[int, ...]:
+        """What attention's backward kernel allocates for itself."""
+        shape = (self.batch, self.heads, self.tokens, self.width // self.heads)
+        if self.kernel == "cpu":
+            return cpu_flash_backward_bytes(self.threads, self.tokens)
+        if self.kernel == "efficient":
+            return efficient_backward_bytes(*shape, self.compute == 2)
+        return flash_backward_bytes(*shape)
 
     def padded(self, columns: int) -> int:
         """Columns with which inductor lays out a matrix on a card: wide rows start at multiples of 128 bytes."""
@@ -64,6 +84,17 @@ class SavedNorm(msgspec.Struct, eq=False):
     output: Buffer  # in the compute dtype: the operand of the weight gradients after it
     inputs: tuple[Buffer, ...]  # the normalised input; in the first block the embeddings, mean and deviation
     deviation: tuple[Buffer, ...]
+    written: tuple[Buffer, ...] = ()  # float32, by the backward program itself: its memory may serve again
+
+
+class Plain(msgspec.Struct, eq=False):
+    """What plain attention keeps for backward."""
+
+    output: Buffer  # heads side by side, in the compute dtype
+    operands: list[Buffer]  # queries, keys, values
+    scores: list[Buffer]  # one or two numbers a score
+    rows: list[Buffer]  # float32 numbers a row: its maximum, its sum
+    flags: list[Buffer]  # bytes: which keys are masked, which weights dropped
 
 
 class SavedBlock(msgspec.Struct, eq=False):
@@ -71,7 +102,7 @@ class SavedBlock(msgspec.Struct, eq=False):
 
     norm_1: SavedNorm
     qkv: Buffer
-    attention: tuple[Buffer, ...]  # output, logsumexp, the random state
+    attention: tuple[Buffer, ...] | Plain  # output, logsumexp, the random state
     norm_2: SavedNorm
     fc: Buffer
     gelu: Buffer
@@ -80,9 +111,23 @@ class SavedBlock(msgspec.Struct, eq=False):
 
 
 class Checkpoint(msgspec.Struct, eq=False):
-    """What a block keeps that backward will compute again: its input."""
+    """What a block keeps that backward will compute again: its input, or both embeddings where that is their sum."""
 
-    entry: Buffer
+    entry: tuple[Buffer, ...]
+
+
+class Recomputed(msgspec.Struct, eq=False):
+    """A checkpointed block that the backward program has computed again: all of it is the program's own."""
+
+    norm_1: SavedNorm
+    qkv: Buffer
+    attention: tuple[Buffer, ...] | Plain
+    branch: Buffer | None  # attention's share of the stream; None: nothing reads it any more
+    norm_2: SavedNorm
+    fc: Buffer
+    gelu: Buffer | None  # None: written together with its gradient
+    end: Buffer | None  # the MLP's share of the stream, of a block whose output was not saved
+    half: dict[str, Buffer]
 
 
 class Saved(msgspec.Struct, eq=False):
@@ -107,6 +152,7 @@ class Stream:
         self.reads = reads
         self.written: Buffer | None = None
         self.owned = True  # nobody saves what was written: it may be overwritten
+        self.rebuilt = False  # backward builds it anew from here, and the next norm saves it as a whole
         self.pieces: list[Buffer] = []
         self.unsaved: list[Buffer] = []
 

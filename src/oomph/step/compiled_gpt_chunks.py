@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from oomph.step.compiled_gpt import Sizes
 from oomph.step.compiled_reuse import Generated
+from oomph.step.gpt_eager_loss import chunks
 from oomph.step.ops import Buffer, Kernel, Kind
 
 
@@ -25,8 +26,9 @@ def chunked_loss(p: Generated, s: Sizes, hidden: Buffer, learns: bool) -> tuple[
             _made(p, "loss.grad_hidden", s.rows * s.width * s.compute, Kind.LOGITS),
             _made(p, "lm_head.weight.grad", count * s.weight, Kind.GRADIENTS),
         )
-    for first in range(0, s.rows, s.chunk):
-        _chunk(p, s, min(s.chunk, s.rows - first), learns)
+    for rows, p.times in chunks(s.rows, s.chunk):
+        _chunk(p, s, rows, learns)
+    p.times = 1
     p.release(hidden, *copies)
     return loss, grads
 

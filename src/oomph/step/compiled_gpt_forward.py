@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from oomph.step.compiled_gpt import Checkpoint, Saved, SavedBlock, SavedNorm, Sizes, Stream
+from oomph.step.compiled_gpt import Checkpoint, Plain, Recomputed, Saved, SavedBlock, SavedNorm, Sizes, Stream
 from oomph.step.compiled_gpt_chunks import chunked_loss
+from oomph.step.compiled_gpt_plain import attend_plainly, output_of
 from oomph.step.compiled_reuse import Generated
+from oomph.step.gpt_eager_kernels import FLASH_STATE_BYTES, cpu_flash_bytes, efficient_lse_bytes, flash_lse_bytes
 from oomph.step.ops import Buffer, Kernel, Kind
 
+EFFICIENT_STATE_BYTES = (8, 8)  # the memory-efficient kernel's seed and offset
 FEW_SEQUENCES = 2  # up to here the partitioner finds the normalised input cheaper to save than the embeddings;
 FEW_SEQUENCES_DROPOUT = 3  # with dropout between both, one more
 
@@ -19,6 +22,7 @@ class Forward:
         self.keeps = training  # what is computed now is saved for backward
         self.dropping = sizes.dropout and training
         self.masks: list[Buffer] = []
+        self.highest = 0  # of what is compiled, where the loss is not
 
     def write(self) -> Saved:
         """The whole program; what it leaves allocated is what it returns."""
@@ -36,16 +40,46 @@ class Forward:
         p.block = None
         return self.loss(blocks, norm, tuple(half.values()), first_mask)
 
-    def recompute(self, index: int, entry: Buffer) -> SavedBlock:
-        """In the backward program: a checkpointed block once more, but for its last product, which nothing needs."""
-        stream = Stream(self.p, self.s, 1)
-        stream.written, stream.owned = entry, False
-        norm_1 = self.norm(f"h.{index}.ln_1", stream)
-        block = self.inside(index, self.cast(f"h.{index}.attn.c_attn", 3 * self.s.width * self.s.width), norm_1, stream)
-        if not self.s.recomputes:  # else the second norm has saved the branch
-            self.p.drop(self.s.compute, *stream.pieces)
-        self.p.release(entry)
-        return block
+    def recompute(self, index: int, entry: tuple[Buffer, ...], outermost: bool) -> Recomputed:
+        """In the backward program: a checkpointed block once more.
+
+        Of the outermost one everything, for the norm after it reads its output. The others go up to the MLP's inside,
+        and gelu is left to the kernel that writes its gradient.
+        """
+        p, s, name = self.p, self.s, f"h.{index}"
+        width, count = s.width, s.rows * s.width
+        half = self.cast(f"{name}.attn.c_attn", 3 * width * width)
+        norm_1 = self.norm_again(f"{name}.ln_1", ())
+        qkv = self.linear(f"{name}.attn.c_attn", norm_1.output, width, 3 * width, half)
+        attention = self.attend(f"{name}.attn", qkv)
+        half |= self.cast(f"{name}.attn.c_proj", width * width)
+        branch = self.linear(f"{name}.attn.c_proj", output_of(attention), width, width, half)
+        half |= self.cast(f"{name}.mlp.c_proj", 4 * width * width) | self.cast(f"{name}.mlp.c_fc", 4 * width * width)
+        written: tuple[Buffer, ...] = ()
+        if len(entry) > 1 or self.dropping:  # too much to read once more for the norm's gradient
+            written = (p.new(f"{name}.ln_2.input", count, 4, Kind.TEMPORARY),)
+        if self.dropping:
+            written += (p.new(f"{name}.attn.resid_dropout.random", count, 4, Kind.TEMPORARY),)
+        norm_2 = self.norm_again(f"{name}.ln_2", written)
+        fc = self.linear(f"{name}.mlp.c_fc", norm_2.output, width, 4 * width, half)
+        gelu = end = None
+        if outermost:
+            gelu = p.new(f"{name}.mlp.gelu", s.rows * s.padded(4 * width), s.compute, Kind.ACTIVATIONS)
+            p.run(f"{name}.mlp.gelu", Kernel.POINTWISE, 8 * count * s.compute)
+            end = self.linear(f"{name}.mlp.c_proj", gelu, 4 * width, width, half)
+        elif written:
+            p.drop(s.compute, branch)
+        norm_1.inputs = entry
+        kept = None if written and not outermost else branch
+        return Recomputed(norm_1, qkv, attention, kept, norm_2, fc, gelu, end, half)
+
+    def norm_again(self, name: str, written: tuple[Buffer, ...]) -> SavedNorm:
+        """A recomputed norm's kernel: its output and two numbers a row. Its input is put together once more later."""
+        p, s = self.p, self.s
+        output = p.new(f"{name}.output", s.rows * s.width, s.compute, Kind.ACTIVATIONS)
+        rows = [p.new(f"{name}.{what}", s.rows, 4, Kind.ACTIVATIONS) for what in ("mean", "deviation")]
+        p.run(name, Kernel.REDUCTION, s.rows * s.width * (2 * s.compute + s.weight + 4 * len(written)))
+        return SavedNorm(output, (), (), (*written, *rows))
 
     def embed(self) -> tuple[SavedNorm, Stream]:
         """Both tables' rows, added, and the first norm, which reads them from the tables where they are not saved."""
@@ -53,31 +87,51 @@ class Forward:
         count = s.rows * s.width
         inputs: tuple[Buffer, ...] = ()
         reads = 3
-        if self.training and not s.checkpointed and s.batch > (FEW_SEQUENCES_DROPOUT if s.dropout else FEW_SEQUENCES):
+        few = FEW_SEQUENCES_DROPOUT if s.dropout else FEW_SEQUENCES
+        apart = s.batch > (1 if s.checkpointed else few)
+        if self.training and apart:
             position = p.new("wpe", s.tokens * s.width, s.weight, Kind.ACTIVATIONS)
             p.run("wpe", Kernel.INDEX, 2 * s.tokens * s.width * s.weight)
             token = p.new("wte", count, s.weight, Kind.ACTIVATIONS)
-            mean = p.new("h.0.ln_1.mean", s.rows, 4, Kind.ACTIVATIONS)
-            inputs, reads = (token, position, mean), 2
+            inputs, reads = (token, position), 2
+            if not s.checkpointed:
+                inputs = (*inputs, p.new("h.0.ln_1.mean", s.rows, 4, Kind.ACTIVATIONS))
         stream = Stream(p, s, reads + (1 if self.dropping else 0))
         self.mask("drop")
         p.block = 0
         if self.training and s.checkpointed:
-            return self.enter(0, stream, moved=count * s.weight), stream
+            if not apart:
+                inputs = (stream.write("h.0.input", owned=False),)
+            output = p.new("h.0.ln_1.output", count, s.compute, Kind.ACTIVATIONS)
+            p.run("h.0.ln_1", Kernel.REDUCTION, count * (2 * s.weight + s.compute))
+            if not apart:
+                stream.settled()
+            return SavedNorm(output, inputs, ()), stream
         return self.norm("h.0.ln_1", stream, inputs, moved=count * s.weight), stream
 
     def norm(
-        self, name: str, stream: Stream, inputs: tuple[Buffer, ...] = (), moved: int = 0, last: bool = False
-    ) -> SavedNorm:
-        """One kernel: the additions that have piled up, the norm, the cast."""
+        self, name: str, stream: Stream, inputs: tuple[Buffer, ...] = (), moved: int = 0, last: bool = False,
+        rebuilt: bool = False,
+    ) -> SavedNorm:  # fmt: skip
+        """One kernel: the additions that have piled up, the norm, the cast.
+
+        Where backward builds the norm's input anew (`rebuilt`), nothing but two numbers a row is saved.
+        """
         p, s = self.p, self.s
         count = s.rows * s.width
-        kept = self.keeps and s.recomputes
+        boundary = self.keeps and rebuilt
+        kept = self.keeps and s.recomputes and not rebuilt
         writes = False if last or kept else stream.settle()
-        taken = last and stream.written is not None and stream.owned and self.training
+        taken = last and stream.written is not None and stream.owned and self.training and not rebuilt
         deviation: tuple[Buffer, ...] = ()
-        if self.keeps and s.recomputes:
-            inputs = (*inputs, *stream.save())
+        before = stream.written if stream.owned and kept and stream.rebuilt else None
+        if boundary:
+            inputs = (p.new(f"{name}.mean", s.rows, 4, Kind.ACTIVATIONS),)
+            stream.rebuilt = True
+        elif kept:
+            writes = stream.rebuilt
+            inputs = (stream.write("stream", owned=False),) if writes else (*inputs, *stream.save())
+            stream.rebuilt = False
             if name != "h.0.ln_1":
                 inputs = (*inputs, p.new(f"{name}.mean", s.rows, 4, Kind.ACTIVATIONS))
         elif self.keeps:
@@ -94,6 +148,8 @@ class Forward:
         p.run(name, Kernel.REDUCTION, moved)
         if writes:
             stream.settled()
+        if before is not None:
+            p.drop(s.weight, before)
         if last and not kept:
             stream.close()
             if stream.written is not None and stream.owned and not taken:
@@ -139,8 +195,9 @@ class Forward:
         if self.training and index + 1 < min(s.checkpointed, s.layers):
             after = self.enter(index + 1, stream)
         else:
-            after = self.norm("ln_f" if last else f"h.{index + 1}.ln_1", stream, last=last)
-        return Checkpoint(norm_1.inputs[0]) if checkpointed else saved, following, after
+            rebuilt = self.training and index + 1 == s.checkpointed
+            after = self.norm("ln_f" if last else f"h.{index + 1}.ln_1", stream, last=last, rebuilt=rebuilt)
+        return Checkpoint(norm_1.inputs) if checkpointed else saved, following, after
 
     def inside(self, index: int, half: dict[str, Buffer], norm_1: SavedNorm, stream: Stream) -> SavedBlock:
         """A block up to its last product."""
@@ -149,9 +206,9 @@ class Forward:
         qkv = self.linear(f"{name}.attn.c_attn", norm_1.output, width, 3 * width, half)
         attention = self.attend(f"{name}.attn", qkv)
         half |= self.cast(f"{name}.attn.c_proj", width * width)
-        stream.join(self.linear(f"{name}.attn.c_proj", attention[0], width, width, half), self.dropping)
+        stream.join(self.linear(f"{name}.attn.c_proj", output_of(attention), width, width, half), self.dropping)
         self.mask(f"{name}.attn.resid_dropout")
-        if not self.keeps:
+        if not self.keeps and not isinstance(attention, Plain):
             p.drop(4, *attention[1:])
         half |= self.cast(f"{name}.mlp.c_proj", 4 * width * width)
         half |= self.cast(f"{name}.mlp.c_fc", 4 * width * width)
@@ -160,7 +217,8 @@ class Forward:
         gelu = fc  # overwritten in place, where nothing keeps its input
         if self.keeps:
             gelu = p.new(f"{name}.mlp.gelu", rows * s.padded(4 * width), s.compute, Kind.ACTIVATIONS)
-        p.run(f"{name}.mlp.gelu", Kernel.POINTWISE, 8 * rows * width * s.compute)
+        in_place = 0 if self.keeps else fc.bytes
+        p.run(f"{name}.mlp.gelu", Kernel.POINTWISE, 8 * rows * width * s.compute, in_place=in_place)
         return SavedBlock(norm_1, qkv, attention, norm_2, fc, gelu, tuple(self.masks), half)
 
     def loss(
@@ -194,6 +252,7 @@ class Forward:
 
     def chunks(self, blocks: list[SavedBlock | Checkpoint], norm: SavedNorm, masks: tuple[Buffer, ...]) -> Saved:
         """The head and the loss a chunk of rows at a time."""
+        self.highest = self.p.highest
         small: tuple[Buffer, ...] = ()
         if self.training:
             small = (self.p.new("positions", self.s.tokens, 8, Kind.INPUTS),)
@@ -225,20 +284,28 @@ class Forward:
                 p.drop(2, half.pop(name))
         return output
 
-    def attend(self, name: str, qkv: Buffer) -> tuple[Buffer, ...]:
-        """Flash attention, or for float32 the memory-efficient kernel: output, logsumexp, the random state."""
+    def attend(self, name: str, qkv: Buffer) -> tuple[Buffer, ...] | Plain:
+        """A fused attention kernel: output, logsumexp, and on a card the random state; or plain products."""
         p, s = self.p, self.s
+        if s.kernel == "math" or (s.kernel == "cpu" and self.dropping):
+            return attend_plainly(p, s, f"{name}.sdpa", qkv, self.keeps, self.dropping)
+        shape = (s.batch, s.heads, s.tokens, s.width // s.heads)
         output = p.made(f"{name}.sdpa", s.rows * s.width * s.compute, Kind.ATTENTION)
-        logsumexp = p.made(f"{name}.logsumexp", 4 * s.rows * s.heads, Kind.ATTENTION)
-        seed = p.made(f"{name}.seed", 16 if s.compute == 2 else 8, Kind.ATTENTION)
-        offset = p.made(f"{name}.offset", 8, Kind.ATTENTION)
-        size = s.width // s.heads
-        flops = 2 * s.batch * s.heads * s.tokens * s.tokens * size  # causal: half of two products
-        shape = (s.batch, s.heads, s.tokens, size)
-        p.run(f"{name}.sdpa", Kernel.ATTENTION, 4 * s.rows * s.width * s.compute, flops, shape)
+        sums = (efficient_lse_bytes if s.kernel == "efficient" else flash_lse_bytes)(*shape[:3])
+        made = [output, p.made(f"{name}.logsumexp", sums, Kind.ATTENTION)]
+        temporaries: tuple[Buffer, ...] = ()
+        if s.kernel == "cpu":
+            spent = cpu_flash_bytes(s.threads, s.tokens, shape[3])
+            temporaries = (Buffer(f"{name}.sdpa.temporary", spent, Kind.ATTENTION, p.block),)
+        else:
+            state = FLASH_STATE_BYTES if s.kernel == "flash" else EFFICIENT_STATE_BYTES
+            made += [p.made(f"{name}.random", each, Kind.ATTENTION) for each in state]
+        flops = 2 * s.batch * s.heads * s.tokens * s.tokens * shape[3]  # causal: half of two products
+        moved = 4 * s.rows * s.width * s.compute
+        p.run(f"{name}.sdpa", Kernel.ATTENTION, moved, flops, shape, temporaries)
         if not self.keeps:
             p.drop(s.compute, qkv)
-        return output, logsumexp, seed, offset
+        return tuple(made)
 
     def mask(self, name: str) -> None:
         """Dropout keeps a byte for each element; what it scales is never written on its own."""

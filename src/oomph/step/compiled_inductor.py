@@ -23,19 +23,35 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor import scheduler as inductor_scheduler
+from torch._inductor.codecache import CacheBase
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.compile_fx import _recursive_post_grad_passes, _recursive_record_original_output_strides
 from torch._inductor.debug import DebugContext
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.utils import get_gpu_type, is_big_gpu
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, init_gpu_context
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils import _triton as torch_triton
 
 CARD = torch.device("cuda:0")
+_REMEMBER_A_CARD: tuple[Any, ...] = (
+    get_gpu_type,
+    is_big_gpu,
+    DeviceProperties.create,
+    CacheBase.get_system,
+    init_gpu_context,
+)
+_SETTINGS: dict[str, Any] = {
+    "graph_partition": False,
+    "cpp_wrapper": False,
+    "compile_threads": 1,
+}  # nothing is compiled: no workers
 
 # The card that inductor is told of. Only its number of multiprocessors matters to memory: it decides how small
 # reductions are split, which moves a few kilobytes.
@@ -73,7 +89,7 @@ def plan(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_reading_lines(found))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(inductor_config.patch(graph_partition=False, cpp_wrapper=False, comprehensive_padding=cuda))
+        stack.enter_context(inductor_config.patch(comprehensive_padding=cuda, **_SETTINGS))
         if cuda:
             stack.enter_context(_pretending_a_card())
             stack.enter_context(_without_kernel_bodies())
@@ -161,7 +177,6 @@ def _moved_to_card(graph: fx.GraphModule) -> FakeTensorMode:
             node.meta.pop("tensor_meta", None)
             if "val" in node.meta:
                 node.meta["val"] = pytree.tree_map(moved, node.meta["val"])
-    graph.recompile()
     return fake_mode
 
 
@@ -229,7 +244,21 @@ def _pretending_a_card() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, answer))
+        stack.callback(_forget_card)
+        _forget_card()
         yield
+
+
+def _forget_card() -> None:
+    """What inductor remembers of a card: neither a real one's facts come in, nor do the pretended ones stay."""
+    for remembering in _REMEMBER_A_CARD:
+        remembering.cache_clear()
+
+
+def register_patterns() -> None:
+    """Inductor's graph patterns, which are made once a process: here before anything is overridden or pretended."""
+    joint_graph.lazy_init(torch.device("cpu"))
+    post_grad.lazy_init()
 
 
 def storage_bytes(planned: Planned, node: Any) -> int:

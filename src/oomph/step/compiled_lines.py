@@ -186,10 +186,10 @@ class Reader:
         batch, heads, tokens, size = sizes[1]
         shape = (batch, heads, tokens, size)
         block = self._block(node)
-        needed = _attention_bytes(label, backward, shape)
+        dtype = str(node.inputs[0].get_dtype()).removeprefix("torch.")
+        needed = _attention_bytes(label, backward, shape, dtype != "float32")
         temporaries = tuple(Buffer(f"{name}.temporary", each, Kind.ATTENTION, block) for each in needed)
         flops = (5 if backward else 2) * batch * heads * tokens * tokens * size  # causal: half of 2·T·T·size a product
-        dtype = str(node.inputs[0].get_dtype()).removeprefix("torch.")
         self._add(name, Kernel.ATTENTION, temporaries, shape=shape, flops=flops, bytes_moved=2 * moved, dtype=dtype)
 
     def _multi_output(self, line: Any) -> None:
@@ -258,7 +258,7 @@ class Reader:
         return Kind.ACTIVATIONS if self.phase is not Phase.BACKWARD else Kind.TEMPORARY
 
 
-def _attention_bytes(label: str, backward: bool, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+def _attention_bytes(label: str, backward: bool, shape: tuple[int, int, int, int], half: bool) -> tuple[int, ...]:
     """What an attention kernel allocates for itself."""
     _, _, tokens, size = shape
     if "for_cpu" in label:
@@ -269,7 +269,7 @@ def _attention_bytes(label: str, backward: bool, shape: tuple[int, int, int, int
     if not backward:
         return ()
     if "efficient" in label:
-        return kernels.efficient_backward_bytes(*shape, False)
+        return kernels.efficient_backward_bytes(*shape, half)
     return kernels.flash_backward_bytes(*shape)
 
 

@@ -45,7 +45,8 @@ def exchanged(ops: Sequence[Op], new: Mapping[Buffer, Buffer]) -> list[Op]:
         if not (keys.isdisjoint(op.allocates) and keys.isdisjoint(op.frees)):
             allocates = tuple([new.get(buffer, buffer) for buffer in op.allocates])
             frees = tuple([new.get(buffer, buffer) for buffer in op.frees])
-            op = Op(op.name, op.phase, allocates, frees, op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved)
+            work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times)
+            op = Op(op.name, op.phase, allocates, frees, *work)
         result.append(op)
     return result
 

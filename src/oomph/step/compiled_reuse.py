@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 
-Record = tuple[str, tuple[Buffer, ...], list[Buffer], Kernel, tuple[int, ...], str, int, int]
+Record = tuple[str, tuple[Buffer, ...], list[Buffer], Kernel, tuple[int, ...], str, int, int, int]
 
 
 class Generated:
     """A generated program while it is written: operations in order, and dead buffers that may serve again."""
 
-    __slots__ = ("block", "dead", "dtype", "frees", "fresh", "highest", "limit", "live", "phase", "records", "tops")
+    __slots__ = (
+        "block", "dead", "dtype", "frees", "fresh", "highest", "limit", "live", "phase", "records", "times", "tops",
+    )  # fmt: skip
 
     def __init__(self, phase: Phase, dtype: str, limit: int | None = None) -> None:
         self.phase = phase
         self.dtype = dtype  # of the matrix products
         self.limit = limit  # the program's peak, as far as it is known before; None: certainly elsewhere
         self.block: int | None = None
+        self.times = 1  # how often the operations being written run
         self.records: list[Record] = []
         self.frees: list[Buffer] = []  # of the operation written last
         self.fresh: list[Buffer] = []  # for the operation about to be written
@@ -34,8 +37,11 @@ class Generated:
         """A buffer that the next operation writes: a dead one of its type and size, or a fresh one."""
         waiting = self.dead.get((item_bytes, count))
         if waiting and self._may_wait(waiting[-1][0], count * item_bytes):
-            _, frees, buffer = waiting.pop()
+            since, frees, buffer = waiting.pop()
             frees.remove(buffer)
+            if self.limit is not None:
+                for place in range(since + 1, len(self.tops)):  # it was there all the while
+                    self.tops[place] += buffer.bytes
             self.live += buffer.bytes
             return buffer
         return self.made(name, count * item_bytes, kind)
@@ -61,15 +67,20 @@ class Generated:
         flops: int = 0,
         shape: tuple[int, ...] = (),
         temporaries: tuple[Buffer, ...] = (),
+        in_place: int = 0,
     ) -> None:
-        """Write the operation that fills the buffers asked for since the last one."""
+        """Write the operation that fills the buffers asked for since the last one.
+
+        `in_place` are the bytes it overwrites: inductor's estimate of its peak still counts them twice.
+        """
         self.frees = frees = list(temporaries)
         dtype = self.dtype if flops else "float32"
-        self.records.append((name, (*self.fresh, *temporaries), frees, kernel, shape, dtype, flops, moved))
+        self.records.append((name, (*self.fresh, *temporaries), frees, kernel, shape, dtype, flops, moved, self.times))
         self.fresh = []
-        self.tops.append(self.live)  # without an operation's own temporaries: inductor does not know of them
-        if self.live > self.highest:
-            self.highest = self.live
+        top = self.live + in_place
+        self.tops.append(top)  # without an operation's own temporaries: inductor does not know of them
+        if top > self.highest:
+            self.highest = top
 
     def product(self, name: str, m: int, n: int, k: int, item_bytes: int) -> None:
         """A matrix product (m × k) · (k × n)."""
@@ -89,7 +100,11 @@ class Generated:
         for buffer in buffers:
             self.live -= buffer.bytes
 
+    def leave(self, buffer: Buffer) -> None:
+        """The program lets go of an input that somebody else still holds: gone from its estimate alone."""
+        self.live -= buffer.bytes
+
     def ops(self) -> tuple[Op, ...]:
         """The finished program."""
         phase = self.phase
-        return tuple([Op(n, phase, a, tuple(f), k, s, d, fl, m) for n, a, f, k, s, d, fl, m in self.records])
+        return tuple([Op(n, phase, a, tuple(f), k, s, d, fl, m, t) for n, a, f, k, s, d, fl, m, t in self.records])

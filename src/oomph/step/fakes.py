@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Model = nn.Module | Callable[[], nn.Module]
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's cycle collector, which would go over a tracer's many live objects again and again.
+
+    It also makes frees certain: what goes, goes when its last name does.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
@@ -27,7 +45,10 @@ def on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating parameter in another precision, shared ones still shared. Module.to cannot swap fake tensors."""
+    """Every floating parameter and buffer in another precision, shared parameters still shared.
+
+    Module.to cannot swap fake tensors.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -35,3 +56,6 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
                 if parameter not in made:
                     made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)

@@ -39,9 +39,13 @@ def gradient_buckets(config: TrainConfig, found: Sequence[Parameter]) -> tuple[B
 
 
 def build(
-    config: TrainConfig, cuda: bool = True, first: bool = False, capability: tuple[int, int] | None = None
+    config: TrainConfig,
+    cuda: bool = True,
+    first: bool = False,
+    capability: tuple[int, int] | None = None,
+    evaluates: bool = True,
 ) -> Step:
-    """One optimizer step and one evaluation of a settled config (no value None).
+    """One optimizer step and, unless it is not asked for, one evaluation of a settled config (no value None).
 
     `cuda` chooses the GPU's kernels or the CPU's; `first` the run's first step, before which nanoGPT evaluates and in
     which the optimizer's state is made; `capability` is the card's, for cuBLAS's workspaces.
@@ -50,10 +54,10 @@ def build(
     if config.compile:
         from oomph.step import gpt_compiled
 
-        step = gpt_compiled.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)
+        step = gpt_compiled.build(config, cuda, first, workspace_bytes, evaluates=evaluates)
     else:
         from oomph.step import gpt_eager
 
-        step = gpt_eager.build(config, cuda=cuda, first=first, workspace_bytes=workspace_bytes)
+        step = gpt_eager.build(config, cuda, first, workspace_bytes, evaluates=evaluates)
     buckets = gradient_buckets(config, parameters(config) if config.world_size > 1 else ())
     return Step((*step.resident, *buckets), step.sections) if buckets else step

@@ -2,8 +2,9 @@
 
 It simulates the program, not an ideal: nanoGPT's loop keeps the logits of one micro-step until the next has made
 its own, fetches the next batch before backward, and lets gradients go after the optimizer's step. The layers are in
-`gpt_eager_layers`, attention in `gpt_eager_attention`, head and loss in `gpt_eager_loss`, clipping and optimizers in
-`gpt_eager_optimizer`. Checkpointed blocks run as torch.utils.checkpoint(use_reentrant=False) runs them.
+`gpt_eager_layers`, attention in `gpt_eager_attention` and `gpt_eager_manual`, head and loss in `gpt_eager_loss`,
+clipping and optimizers in `gpt_eager_optimizer`. Checkpointed blocks run as
+torch.utils.checkpoint(use_reentrant=False) runs them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from oomph.step.gpt_eager_attention import attend
 from oomph.step.gpt_eager_layers import add, add_backward, dropout, gelu, layer_norm, linear
 from oomph.step.gpt_eager_ledger import Held
 from oomph.step.gpt_eager_loss import chunked_loss, whole_loss
+from oomph.step.gpt_eager_manual import attend_by_hand
 from oomph.step.gpt_eager_optimizer import Optimizer
 from oomph.step.gpt_eager_run import Node, Run, Sizes
 from oomph.step.ops import Buffer, Kernel, Kind, Phase, Section, Step
@@ -191,7 +193,10 @@ def _recompute(run: Run, name: str, x: Held) -> None:
 def _attention(run: Run, name: str, x: Held) -> Held:
     width, bias = run.sizes.width, run.sizes.bias
     qkv = linear(run, f"{name}.c_attn", x, (width, 3 * width), bias)
-    y = attend(run, f"{name}.sdpa", qkv)
+    if run.sizes.by_hand:
+        y, _weights = attend_by_hand(run, f"{name}.scores", qkv)  # nanoGPT's variable lives as long as this one
+    else:
+        y = attend(run, f"{name}.sdpa", qkv)
     return dropout(run, f"{name}.resid_dropout", linear(run, f"{name}.c_proj", y, (width, width), bias))
 
 
@@ -238,8 +243,9 @@ def build(
     first: bool = False,
     workspace_bytes: tuple[int, ...] = (),
     threads: int | None = None,
+    evaluates: bool = True,
 ) -> Step:
-    """One optimizer step of a settled config, run eagerly, and one evaluation.
+    """One optimizer step of a settled config, run eagerly, and, unless it is not asked for, one evaluation.
 
     `first` is the run's first step: evaluation comes before it, and the optimizer's state is made in it.
     `workspace_bytes` are what the matrix library holds from its first call on; `threads` the CPU's, by default one a
@@ -250,11 +256,15 @@ def build(
     optimizer = Optimizer(config, run)
     weight_bytes = run.sizes.weight_bytes
     resident = [Buffer(p.name, p.numel * weight_bytes, Kind.PARAMETERS, p.block) for p in optimizer.everything]
+    if run.sizes.by_hand:
+        triangle_bytes = config.block_size**2 * weight_bytes
+        names = [(f"transformer.h.{index}.attn.bias", index) for index in range(config.n_layer)]
+        resident += [Buffer(name, triangle_bytes, Kind.ATTENTION, index) for name, index in names]
     resident += [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
     held = program.start(optimizer, first)
     resident += [each.buffer for each in held]
     del held
-    sections = program.evaluate() if first else []
+    sections = program.evaluate() if first and evaluates else []
     for index in range(min(program.micro_steps, 3)):
         program.micro_step()
         last = program.micro_steps > 3 and index == 2
@@ -262,6 +272,6 @@ def build(
         sections.append(run.ledger.section(name, program.micro_steps - 2 if last else 1))
     optimizer.step(first)
     sections.append(run.ledger.section("optimizer"))
-    if not first:
+    if not first and evaluates:
         sections += program.evaluate()
     return Step(tuple(resident), tuple(sections))

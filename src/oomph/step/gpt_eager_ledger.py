@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section
 
-Record = tuple[str, Phase, tuple[Buffer, ...], list[Buffer], Kernel, tuple[int, ...], str, int, int]
+Record = tuple[str, Phase, tuple[Buffer, ...], list[Buffer], Kernel, tuple[int, ...], str, int, int, int]
 
 
 class Ledger:
     """Operations in the order they run. What is let go after an operation, and before the next, is its to free."""
 
-    __slots__ = ("block", "frees", "phase", "records")
+    __slots__ = ("block", "frees", "phase", "records", "times")
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.frees: list[Buffer] = []
         self.phase = Phase.FORWARD
         self.block: int | None = None
+        self.times = 1  # how often the operations being written run
 
     def hold(self, name: str, size_bytes: int, kind: Kind) -> Held:
         """A buffer of the operation about to be noted."""
@@ -42,19 +43,19 @@ class Ledger:
         frees: list[Buffer] = []
         self.frees = frees
         allocated = tuple([held.buffer for held in made])
-        self.records.append((name, self.phase, allocated, frees, kernel, shape, dtype, flops, moved))
+        self.records.append((name, self.phase, allocated, frees, kernel, shape, dtype, flops, moved, self.times))
 
     def make(self, name: str, size_bytes: int, kind: Kind, kernel: Kernel = Kernel.POINTWISE, moved: int = 0) -> Held:
         """An operation that moves memory and makes one buffer."""
         buffer = Buffer(name, size_bytes, kind, self.block)
         frees: list[Buffer] = []
         self.frees = frees
-        self.records.append((name, self.phase, (buffer,), frees, kernel, (), "float32", 0, moved))
+        self.records.append((name, self.phase, (buffer,), frees, kernel, (), "float32", 0, moved, self.times))
         return Held(self, buffer)
 
     def section(self, name: str, times: int = 1) -> Section:
         """Everything noted since the last section. Frees that follow still belong to its last operation."""
-        ops = tuple([Op(n, p, a, tuple(f), k, s, d, fl, m) for n, p, a, f, k, s, d, fl, m in self.records])
+        ops = tuple([Op(n, p, a, tuple(f), k, s, d, fl, m, t) for n, p, a, f, k, s, d, fl, m, t in self.records])
         self.records = []
         return Section(name, ops, times)
 

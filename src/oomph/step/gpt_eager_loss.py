@@ -25,6 +25,7 @@ from oomph.step.gpt_eager_run import Node, Run
 from oomph.step.ops import Kernel, Kind, Phase
 
 HEAD = "lm_head"
+_WRITTEN_CHUNKS = 3  # of equal ones: the allocator serves each as it served the one before
 
 
 def whole_loss(run: Run, hidden: Held, targets: Held) -> tuple[Held, Held]:
@@ -66,6 +67,16 @@ def _whole_loss_backward(run: Run, node: Node) -> None:
     run.grad = ledger.make("loss.log_softmax.dx", logarithms.bytes, Kind.LOGITS, Kernel.REDUCTION, moved)
 
 
+def chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
+    """The rows of each chunk, and how often a chunk of so many follows: equal ones are written a few times only."""
+    whole, rest = divmod(rows, chunk)
+    if whole <= _WRITTEN_CHUNKS:
+        runs = [(chunk, 1)] * whole
+    else:  # the last one stands alone: what ends with the loop is freed after it
+        runs = [(chunk, 1), (chunk, whole - _WRITTEN_CHUNKS + 1), (chunk, 1)]
+    return [*runs, (rest, 1)] if rest else runs
+
+
 def chunked_loss(run: Run, hidden: Held, chunk: int) -> Held:
     """The loss by chunks of rows, as the module's docstring has it."""
     sizes, ledger = run.sizes, run.ledger
@@ -85,8 +96,9 @@ def chunked_loss(run: Run, hidden: Held, chunk: int) -> Held:
         weight_bytes = count * sizes.weight_bytes
         saved.append(ledger.make("loss.grad_hidden", hidden_bytes, Kind.LOGITS, Kernel.NONE))
         saved.append(ledger.make(f"{HEAD}.weight.grad", weight_bytes, Kind.GRADIENTS, moved=weight_bytes))
-    for first in range(0, sizes.rows, chunk):
-        _chunk(run, min(chunk, sizes.rows - first), learns)
+    for rows, ledger.times in chunks(sizes.rows, chunk):
+        _chunk(run, rows, learns)
+    ledger.times = 1
     run.save(_chunked_loss_backward, "loss", saved, cast)
     return loss
 

@@ -34,8 +34,9 @@ class Optimizer:
         everything = parameters(config)
         self.everything = everything
         self.weight_bytes = run.sizes.weight_bytes
-        self.matrices = [p for p in everything if config.optimizer == "muon" and _is_hidden(p)]
-        rest = [p for p in everything if p not in self.matrices]
+        splits = config.optimizer == "muon"
+        self.matrices = [p for p in everything if splits and _is_hidden(p)]
+        rest = [p for p in everything if not (splits and _is_hidden(p))]
         self.groups = [[p for p in rest if p.decayed], [p for p in rest if not p.decayed]]
         self.state: list[Held] = []
         self.verdicts: list[Held] = []

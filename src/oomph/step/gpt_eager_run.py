@@ -13,6 +13,11 @@ HALF_DTYPES = ("bfloat16", "float16")
 Backward = Callable[["Run", "Node"], None]
 
 
+def attends_by_hand(config: TrainConfig) -> bool:
+    """Whether the program multiplies queries by keys itself: nanoGPT without the fused kernels."""
+    return config.attention == "math" and config.trainer == "nanogpt"
+
+
 class Node:
     """A node of the autograd graph: what it runs, and what it keeps for that."""
 
@@ -50,6 +55,7 @@ class Sizes:
         self.dtype = self._dtype(config)
         self.loss_bytes = 2 if self.pure_half and not self.chunked else 4
         self.attention = self._attention(config)
+        self.by_hand = attends_by_hand(config)
         # CUDA's flash kernel takes heads in multiples of 8: others are copied into wider ones.
         self.pads = cuda and self.attention == "flash" and self.head_size % 8 != 0
         self.kernel_head_size = -(-self.head_size // 8) * 8 if self.pads else self.head_size

@@ -63,6 +63,8 @@ class Op(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One operation: its allocations happen first, then it runs, then its frees.
 
     A buffer in both `allocates` and `frees` is a temporary that lives only while the operation runs.
+    Operations in a row with the same `times` above one are a group that runs so often, ending each time with what it
+    began with: time and FLOPs count every run, memory folds take it once, as they do a section.
     """
 
     name: str  # "h.3.mlp.c_fc"
@@ -74,6 +76,7 @@ class Op(msgspec.Struct, frozen=True, eq=False, gc=False):
     dtype: str = "float32"  # of the arithmetic: float32, tf32, bfloat16, float16
     flops: int = 0  # multiply and add count as two
     bytes_moved: int = 0  # read from and written to device memory
+    times: int = 1  # how often the group it stands in runs
 
 
 class Section(msgspec.Struct, frozen=True, eq=False):

@@ -16,11 +16,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from oomph.step.fakes import DTYPES, Model, convert, on_fakes
+from oomph.step.fakes import DTYPES, Model, convert, on_fakes, uncollected
 from oomph.step.ops import Kind, Phase, Section, Step
+from oomph.step.trace_kernels import rules
+from oomph.step.trace_loss import find_loss
 from oomph.step.trace_optimizer import Updater
 from oomph.step.trace_record import Recorder
-from oomph.step.trace_rules import rules
 
 LossOf = Callable[[Any, tuple[torch.Tensor, ...]], torch.Tensor]
 
@@ -45,7 +46,7 @@ def trace(
     """One optimizer step and one evaluation of `model(*inputs)`, or of `model(**inputs)` where they have names.
 
     `model` is a module, or a function that builds one, which is then called on fake tensors. `loss` picks the loss out
-    of what the model returns; by default an attribute `loss`, the last of a tuple, or the result itself.
+    of what the model returns; by default what is named `loss`, the last scalar of a tuple, or the result itself.
     `keep_output` holds the rest of the result as nanoGPT's loop holds its logits. `first` is a run's first step.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
@@ -57,25 +58,17 @@ def trace(
         names = tuple(inputs) if isinstance(inputs, Mapping) else ()
         given = inputs.values() if isinstance(inputs, Mapping) else inputs
         batch = tuple(torch.zeros_like(tensor) if fake else tensor for tensor in given)
-        program = _Program(built, batch, names, recorder, loss or loss_of, keep_output, accumulation)
+        program = _Program(built, batch, names, recorder, loss or _loss_of, keep_output, accumulation)
         program.autocast_dtype = DTYPES[dtype] if autocast and dtype != "float32" else None
         program.updater = Updater(built, optimizer, optimizer_loop, grad_clip, cuda, program.autocast_dtype)
         del batch
         kernel = sdpa_kernel(SDPBackend.MATH) if attention == "math" else contextlib.nullcontext()
-        with rules(recorder), kernel, recorder, _module_names(built, recorder):
+        with uncollected(), rules(recorder), kernel, recorder, _module_names(built, recorder):
             return program.play(first)
 
 
-def loss_of(result: Any, _batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The loss in what a model returns."""
-    if isinstance(result, torch.Tensor):
-        return result if result.dim() == 0 else result.float().mean()
-    found = getattr(result, "loss", None)
-    if isinstance(found, torch.Tensor):
-        return found
-    last = result[-1]
-    assert isinstance(last, torch.Tensor)
-    return last
+def _loss_of(result: Any, _batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return find_loss(result)
 
 
 def _prepare(model: Model, mode: FakeTensorMode | None) -> nn.Module:

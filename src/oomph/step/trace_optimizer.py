@@ -12,6 +12,17 @@ from oomph.errors import InputError, Problem
 TRACED = ("adamw", "sgd", "muon")  # the others read numbers on the host, or are other packages'
 
 
+def check_traced(optimizer: str) -> None:
+    """Refuse an optimizer that a model of one's own cannot be planned with, eager or compiled."""
+    if optimizer not in TRACED:
+        raise InputError(Problem("optimizer", "this optimizer cannot be traced", optimizer, ", ".join(TRACED)))
+
+
+def is_hidden(name: str, dimensions: int) -> bool:
+    """Whether Muon takes a parameter: a matrix inside a numbered block, neither embedding nor head."""
+    return dimensions == 2 and any(part.isdigit() for part in name.split("."))
+
+
 class Updater:
     """What happens to the parameters once their gradients are there."""
 
@@ -77,13 +88,12 @@ def _clip(parameters: list[nn.Parameter], limit: float) -> None:
 
 def _build(parameters: list[nn.Parameter], name: str, loop: str, model: nn.Module) -> list[Any]:
     """The optimizers of a config's `optimizer` and `optimizer_loop`."""
-    if name not in TRACED:
-        raise InputError(Problem("optimizer", "this optimizer cannot be traced", name, ", ".join(TRACED)))
+    check_traced(name)
     flags: dict[str, Any] = {"fused": loop == "fused", "foreach": loop == "foreach"}
     matrices: list[nn.Parameter] = []
     if name == "muon":
-        inner = {id(p) for key, p in model.named_parameters() if any(part.isdigit() for part in key.split("."))}
-        matrices = [p for p in parameters if p.dim() == 2 and id(p) in inner]
+        inner = {id(p) for key, p in model.named_parameters() if is_hidden(key, p.dim())}
+        matrices = [p for p in parameters if id(p) in inner]
     chosen = {id(p) for p in matrices}
     rest = [p for p in parameters if id(p) not in chosen]
     groups = [

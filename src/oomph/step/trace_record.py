@@ -11,6 +11,7 @@ from bisect import bisect_right
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +24,7 @@ _FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _LAYER_NORM = aten.native_layer_norm.default
 _HALVES = (torch.bfloat16, torch.float16)
-_IGNORED = (torch.ops.prim.device.default,)
+_DEVICE = torch.ops.prim.device.default
 
 
 class Live:
@@ -68,11 +69,16 @@ class Recorder(TorchDispatchMode):
         self.noted: list[Noted] = []
         self.live: dict[int, tuple[weakref.ref[Any], Live]] = {}
         self.parameters: set[int] = set()
-        self.attending = (False, False, False)  # the attention that runs next: has a mask, has dropout, is padded
+        self.attending = ("flash", False, False)  # the attention that runs next: CUDA's kernel, has dropout, is padded
         self.logits_numel = 0
         self.composing = False  # attention is being composed of plain products
         self.sole_uses = (0, 0)  # reference counts of a gradient that only the engine holds, seen from here
         self.calibrating = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spares every call a wrapper that keeps dynamo out: it is never in here."""
+        return False
 
     def enter(self, module: str) -> None:
         """A module's forward begins: what autograd notes from here on is its."""
@@ -141,8 +147,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _IGNORED:
-            return func(*args, **kwargs)
+        if func is _DEVICE:  # two calls in three are this question of autograd's
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         joins = func is aten.add.Tensor and self._joins_in_place(args)
         result = func(*args, **kwargs)
         if joins:
@@ -257,8 +263,7 @@ class Recorder(TorchDispatchMode):
     def _flash_extras(self, args: Any, allocated: list[Live]) -> list[Live]:
         batch, heads, tokens, _ = args[0].shape
         out, lse = allocated
-        masked, drops, padded = self.attending
-        lse.kernel = self.attention if args[0].dtype in _HALVES and not masked else "efficient"
+        lse.kernel, drops, padded = self.attending
         if lse.kernel == "efficient":
             lse.size_bytes = kernels.efficient_lse_bytes(batch, heads, tokens) if self.saves else 0
             return []

@@ -1,21 +1,25 @@
 """CUDA's rules on a build without CUDA: which operators autocast takes to float32, and which kernels run.
 
 PyTorch keeps autocast's lists per device. On the CPU, layer_norm, softmax and losses have other rules than on a GPU,
-and dropout and attention with dropout are composed of other operators. While `rules` is active for a GPU the CPU
-follows it: `ATen/autocast_mode.h` of torch 2.13 is the source of the lists.
+and attention is another operator. While `following` is active the CPU obeys the rules it is given:
+`ATen/autocast_mode.h` of torch 2.13 is the source of the lists. The eager and the compiled trace share them; each
+brings its own operators for what CUDA's kernels do.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from oomph.step.trace_record import Recorder
+from oomph.config.settle import FLASH_HEAD_SIZE
+
+ATTENTION = "scaled_dot_product_attention"
+HALVES = (torch.bfloat16, torch.float16)
 
 _FLOAT32 = (
     "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "nll_loss", "nll_loss2d", "exp", "log", "log10",
@@ -24,7 +28,6 @@ _FLOAT32 = (
 )  # fmt: skip
 _FLOAT32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")
 _COMPOSED = ("cross_entropy_loss",)  # the CPU casts its input whole; a GPU lets autocast see what it is composed of
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def _overload(name: str) -> Any:
@@ -37,7 +40,7 @@ def _below_autocast() -> Any:
 
 
 def _to_float(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALVES else value
 
 
 def _casts(overload: Any) -> Callable[..., Any]:
@@ -59,7 +62,7 @@ def _asks_float(overload: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         asked = args[position] if len(args) > position else kwargs.get("dtype")
         with _below_autocast():
-            if asked is not None or args[0].dtype not in _HALVES:
+            if asked is not None or args[0].dtype not in HALVES:
                 return overload(*args, **kwargs)
             if kernel is not None and args[0].dtype is torch.float16:
                 return kernel(args[0], args[1], True)
@@ -75,36 +78,21 @@ def _composed(overload: Any) -> Callable[..., Any]:
     return call
 
 
-class _HeadByHead(torch.autograd.Function):
-    """Padded gradients come back from CUDA's kernel head by head, and are copied to lie token by token."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0].clone()
+def chosen_kernel(query: torch.Tensor, masked: bool, asked: str) -> str:
+    """What CUDA runs where `asked` is wanted: its flash kernel takes halves, no mask, and heads up to a size."""
+    if asked == "math":
+        return "math"
+    fits = query.dtype in HALVES and not masked and query.shape[-1] <= FLASH_HEAD_SIZE
+    return asked if fits else "efficient"
 
 
-def _head_by_head(x: torch.Tensor) -> torch.Tensor:
-    apply: Any = _HeadByHead.apply
-    laid: torch.Tensor = apply(x)
-    return laid
+def attention(asked: str, fused: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """scaled_dot_product_attention as CUDA chooses its kernel.
 
+    `fused(kernel, query, key, value, mask, dropout, causal, scale)` stands for its flash and memory-efficient ones.
+    """
 
-def _attends(recorder: Recorder) -> Callable[..., Any]:
-    """scaled_dot_product_attention: PyTorch's own choice, or the CPU's fused kernel standing for CUDA's."""
-    overload = torch.ops.aten.scaled_dot_product_attention.default
-
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        recorder.composing = True  # its mask is added in place where no mode watches
-        try:
-            return overload._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        finally:
-            recorder.composing = False
-
-    def fuse(
+    def attend(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -117,48 +105,41 @@ def _attends(recorder: Recorder) -> Callable[..., Any]:
     ) -> torch.Tensor:
         if enable_gqa:
             key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
-        size, masked = query.shape[-1], attn_mask is not None  # CUDA's flash kernel takes no mask
-        pads = recorder.attention == "flash" and not masked and query.dtype in _HALVES and size % 8 != 0
-        if pads:
-            if query.shape[1] > 1:
-                key, query, value = map(_head_by_head, (key, query, value))
-            query, key, value = (torch.nn.functional.pad(each, (0, -size % 8)) for each in (query, key, value))
-        recorder.attending = (masked, dropout_p > 0, pads)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out: torch.Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        return out[..., :size] if pads else out
+        kernel = chosen_kernel(query, attn_mask is not None, asked)
+        return fused(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
 
-    return fuse if recorder.cuda and recorder.attention != "math" else choose
+    return attend
 
 
-def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """A GPU's dropout is one kernel, which keeps a mask of a byte per number."""
-    if not train or p == 0:
-        return x
-    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0]
-    return dropped
-
-
-def _library(key: str) -> Any:
-    """Overrides of PyTorch's operators for one dispatch key. Untyped in PyTorch itself."""
-    make: Any = torch.library.Library
-    return make("aten", "IMPL", key)
+def composed_attention(*args: Any, **kwargs: Any) -> Any:
+    """scaled_dot_product_attention as PyTorch composes it of other operators."""
+    return _overload(ATTENTION)._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def rules(recorder: Recorder) -> Iterator[None]:
-    """The recorder's device's rules, while active. They are global to the process until they end."""
-    casts, kernels = (_library(key) for key in ("AutocastCPU", "AutogradCPU"))
+def following(*, casts: bool, kernels: Mapping[str, Callable[..., Any]], keys: Sequence[str]) -> Iterator[None]:
+    """CUDA's autocast rules, if `casts`, and these operators under the dispatch `keys`: global until it ends."""
+    rules: list[tuple[str, str, Callable[..., Any]]] = [(key, *each) for key in keys for each in kernels.items()]
+    if casts:
+        for names, make in ((_FLOAT32, _casts), (_FLOAT32_RESULT, _asks_float), (_COMPOSED, _composed)):
+            rules += [("AutocastCPU", name, make(_overload(name))) for name in names]
+    library: Any = torch.library.Library  # untyped in PyTorch itself
+    libraries = {key: library("aten", "IMPL", key) for key in {key for key, _, _ in rules}}
+    changed = [_overload(name) for _, name, _ in rules]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # overriding a kernel is the purpose
-            kernels.impl("scaled_dot_product_attention", _attends(recorder))
-            if recorder.cuda:
-                kernels.impl("dropout", _dropout)
-                for names, make in ((_FLOAT32, _casts), (_FLOAT32_RESULT, _asks_float), (_COMPOSED, _composed)):
-                    for name in names:
-                        casts.impl(name, make(_overload(name)))
+            warnings.simplefilter("ignore")  # that a kernel is overridden is the purpose
+            for key, name, rule in rules:
+                libraries[key].impl(name, rule)
+        _forget_dispatch(changed)
         yield
     finally:
-        casts._destroy()
-        kernels._destroy()
+        for each in libraries.values():
+            each._destroy()
+        _forget_dispatch(changed)
+
+
+def _forget_dispatch(overloads: Sequence[Any]) -> None:
+    """The Python dispatcher remembers which kernel a key leads to, and does not notice that one came or went."""
+    for overload in overloads:
+        overload._dispatch_cache.clear()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -59,6 +60,7 @@ def _steps(
         "dtype": config.dtype,
         "autocast": config.autocast,
         "cuda": cuda,
+        "attention": config.attention,
         "optimizer": config.optimizer,
         "optimizer_loop": config.optimizer_loop,
         "accumulation": config.gradient_accumulation_steps // config.world_size,
@@ -69,14 +71,11 @@ def _steps(
         if config.compile:
             from oomph.step.compiled import compiled_run
 
-            return compiled_run(
-                build, inputs, torch_version=config.torch_version, workspace_bytes=workspace_bytes, **options
-            )
+            more: dict[str, Any] = {"torch_version": config.torch_version, "eval_iters": config.eval_iters}
+            return compiled_run(build, inputs, workspace_bytes=workspace_bytes, **more, **options)
         from oomph.step.trace import trace
 
-        first, later = (
-            trace(build, inputs, attention=config.attention, first=first, **options) for first in (True, False)
-        )
+        first, later = (trace(build, inputs, first=first, **options) for first in (True, False))
     except InputError:
         raise
     except Exception as error:
@@ -121,11 +120,16 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
         sys.path.remove(str(path.parent.resolve()))
     found: Any = getattr(module, name, None)
     if not callable(found):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        functions = [key for key, value in vars(module).items() if _defined_in(module, value) and key[0] != "_"]
         allowed = ", ".join(functions) or None
         problem = Problem(str(path), f"has no function '{name}'", allowed=allowed, nearest=nearest(name, functions))
         raise InputError(problem)
     return lambda: _call(f"{path}:{name}", found)
+
+
+def _defined_in(module: Any, value: Any) -> bool:
+    """Whether a file defines a function or class itself, rather than importing it."""
+    return isinstance(value, FunctionType | type) and value.__module__ == module.__name__
 
 
 def _call(spec: str, build: Callable[[], Any]) -> Any:

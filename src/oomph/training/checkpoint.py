@@ -12,7 +12,8 @@ import hashlib
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,6 +21,7 @@ import torch
 
 from oomph.errors import InputError, Problem
 from oomph.training.failure import TrainingError
+from oomph.training.sound import problems_in
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
@@ -63,9 +65,9 @@ class _Hashed:
 
 def save(content: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint whole or not at all. Raises `TrainingError`; what stood there before still does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w+b") as file:
             hashed = _Hashed(file)
             torch.save(dict(content), cast(IO[bytes], hashed))  # all it needs of a file is `write`
@@ -74,10 +76,16 @@ def save(content: Mapping[str, Any], path: Path) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
         _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch wraps a failing write into a RuntimeError
+    except (OSError, RuntimeError, MemoryError) as error:  # torch wraps a failing write into a RuntimeError
         raise TrainingError(_why_not_written(path, error)) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _remove(path: Path) -> None:
+    """Delete where that can be done: what stays costs room, and no run."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -96,6 +104,8 @@ def _why_not_written(path: Path, error: Exception) -> str:
     if isinstance(cause, OSError):
         cure = "Free some room" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
         return f"{path}: cannot be written: {cause.strerror}. {cure}, then go on with --resume."
+    if isinstance(error, MemoryError):
+        return f"{path}: cannot be written: no memory is left for it."
     return f"{path}: cannot be written: {str(error).splitlines()[0][:200]}"
 
 
@@ -117,9 +127,11 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     except Exception as error:  # torch raises a dozen kinds where an archive is damaged
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise InputError(Problem(str(path), "cannot be read as a checkpoint", found=reason)) from None
-    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise InputError(Problem(str(path), "not a checkpoint: it holds no model", allowed="one of oomph or nanoGPT"))
-    return content
+    problems = problems_in(content, str(path))
+    if problems:
+        raise InputError(problems)
+    checked: dict[str, Any] = content
+    return checked
 
 
 def verify(path: Path) -> None:
@@ -178,26 +190,60 @@ def saved(run: Path) -> list[Path]:
         found = []
     if not found and (run / NANOGPT).is_file():
         return [run / NANOGPT]
-    return sorted(found, key=lambda path: int(path.stem.partition("_")[2]))
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The number of steps in a checkpoint's name; -1 where it has none."""
+    named = _NAME.fullmatch(path.name)
+    return int(named[1]) if named else -1
+
+
+def run_of(path: Path) -> Path:
+    """The folder of the run that a checkpoint, or the folder itself, belongs to."""
+    if path.is_dir():
+        return path
+    return path.parent.parent if path.parent.name == FOLDER else path.parent
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete checkpoints; nanoGPT's only one is never touched."""
+    for path in paths:
+        if path.name != NANOGPT:
+            _remove(path)
 
 
 def keep_last(run: Path, count: int) -> None:
     """Delete all but the newest, and what a killed process left unfinished."""
-    for path in saved(run)[:-count]:
-        if path.name != NANOGPT:
-            path.unlink(missing_ok=True)
+    remove(saved(run)[:-count])
     for path in (run / FOLDER).glob(".step_*.part"):
-        path.unlink(missing_ok=True)
+        _remove(path)
 
 
 def mark_best(run: Path, path: Path) -> None:
-    """Let best.pt be this checkpoint: a second name for the same bytes, so that it costs no room while both stand."""
-    temporary = run / f".{BEST}.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(path, temporary)
-    except OSError:  # a file system without hard links
-        import shutil
+    """Let best.pt be this checkpoint: a second name for the same bytes, so that it costs no room while both stand.
 
-        shutil.copyfile(path, temporary)
-    temporary.replace(run / BEST)
+    Raises `TrainingError`; what was the best before still is.
+    """
+    temporary = run / f".{BEST}.{os.getpid()}"
+    try:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:  # a file system without hard links
+            import shutil
+
+            shutil.copyfile(path, temporary)
+        temporary.replace(run / BEST)
+    except OSError as error:
+        _remove(temporary)
+        raise TrainingError(_why_not_written(run / BEST, error)) from None
+
+
+def best_of(run: Path) -> tuple[int, float] | None:
+    """The step and the validation loss of best.pt; None where there is none that can be read."""
+    try:
+        content = torch.load(run / BEST, map_location="cpu", weights_only=True, mmap=True)
+        return int(content["iter_num"]), float(content["best_val_loss"])
+    except Exception:  # torch raises a dozen kinds where an archive is damaged
+        return None

@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from oomph.errors import InputError, Problem
-from oomph.training.failure import LostRankError
+from oomph.training.failure import LostRankError, OtherRankError
 
 TIMEOUT = timedelta(minutes=10)  # silence after which a rank is taken for dead
 _T = TypeVar("_T")
@@ -67,6 +67,23 @@ class Ranks:
                     work.wait()
 
             _or_lost(self, add)
+
+    def together(self, work: Callable[[], _T]) -> _T:
+        """Do the work on every rank. Where it fails on one, all stop: that one with its reason, the others quietly."""
+        if self.size == 1:
+            return work()
+        failure: Exception | None = None
+        result: _T | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        failures = self.gather(None if failure is None else str(failure))
+        if all(each is None for each in failures):
+            return cast(_T, result)
+        if failure is None or (not self.first and failures[0] == str(failure)):
+            raise OtherRankError("another rank failed")
+        raise failure
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""

@@ -15,6 +15,10 @@ class DoesNotFitError(TrainingError):
     """The plan says that the run does not fit, and nobody insisted. The command exits with 1."""
 
 
+class OtherRankError(TrainingError):
+    """Another process of this run failed, and says why itself."""
+
+
 class LostRankError(TrainingError):
     """Another process of this run is gone."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 import torch
 
@@ -15,15 +15,14 @@ from oomph.training import checkpoint
 from oomph.training.failure import TrainingError
 from oomph.training.memory import MemoryMeter
 from oomph.training.metrics import Metrics
+from oomph.training.options import Habits
 from oomph.training.progress import Log, step_line
 from oomph.training.result import Result, hold_against
 from oomph.training.signals import StopAsked
 from oomph.training.state import Standing, pack
-from oomph.training.trainer import NotFiniteError, Shrunk, StepResult, Trainer
+from oomph.training.trainer import Interrupted, NotFiniteError, Shrunk, StepResult, Trainer
 
-if TYPE_CHECKING:
-    from oomph.training.run import Options
-
+_PAUSES_S = (1.0, 4.0)  # before the last checkpoint is tried again
 _WARM_UP_STEPS = 2  # left out of the measured step time: compiling, first touches of memory
 
 
@@ -41,15 +40,13 @@ class Loop:
         log: Log,
         metrics: Metrics | None,
         meter: MemoryMeter,
-        options: Options,
+        habits: Habits,
     ) -> None:
         self.trainer, self.loaded, self.plan, self.data, self.folder = trainer, loaded, plan, data, folder
-        self.standing, self.log, self.metrics, self.meter, self.options = standing, log, metrics, meter, options
+        self.standing, self.log, self.metrics, self.meter, self.habits = standing, log, metrics, meter, habits
         self.config = trainer.config
         self.tokens_per_step = tokens_per_step(self.config)
         self.stop = StopAsked()
-        self.loss: float | None = None
-        self.val_loss: float | None = None
         self.shrunk = 0
         self.saved_at = -1
         self.saved_time = time.monotonic()
@@ -58,6 +55,10 @@ class Loop:
         peak = plan.device.peak_tflops(self.config.dtype or "float32", self.config.allow_tf32)
         self.peak_flops = peak * 1e12 * self.config.world_size if peak else None
         trainer.on_shrink = self._note_shrink
+        trainer.stop_asked = self.stop.asked
+        # Where an older checkpoint was named, those after it are of a continuation that was given up.
+        held = checkpoint.saved(folder) if folder is not None else []
+        self.abandoned = [path for path in held if checkpoint.step_of(path) > trainer.step]
 
     def run(self) -> Result:
         """Train to the end. Whatever ends it, the newest state is in a checkpoint."""
@@ -69,6 +70,12 @@ class Loop:
                 raise TrainingError(f"{error}. {self._last_good()}") from None
 
     def _run(self) -> Result:
+        try:
+            return self._steps()
+        except Interrupted:
+            return self._leave()
+
+    def _steps(self) -> Result:
         trainer = self.trainer
         while True:
             if self._evaluation_due():
@@ -76,22 +83,27 @@ class Loop:
             if self.config.eval_only:
                 return self._result("evaluated", True)
             if trainer.step >= self.config.max_iters:
-                self._save()
+                self._save_surely("all steps are done")
                 return self._result("all steps done", True)
             stopping, saving = self._agree()
             if stopping:
-                self._save()
-                return self._result(f"stopped by {self.stop.by or 'another rank'}", False)
+                return self._leave()
             if saving:
                 self._save()
             began = time.perf_counter()
             result = trainer.train_step()
             self._note(result, time.perf_counter() - began)
 
+    def _leave(self) -> Result:
+        reason = f"stopped by {self.stop.by or 'another rank'}"
+        if not self.config.eval_only:
+            self._save_surely(reason)
+        return self._result(reason, False)
+
     def _agree(self) -> tuple[bool, bool]:
         """Whether to stop, and whether to save: the same answer on all ranks."""
-        due = time.monotonic() - self.saved_time >= self.options.save_minutes * 60
-        stopping, saving = self.trainer.ranks.any([self.stop.by is not None, due], self.trainer.device)
+        due = time.monotonic() - self.saved_time >= self.habits.save_minutes * 60
+        stopping, saving = self.trainer.ranks.any([self.stop.asked(), due], self.trainer.device)
         return stopping, saving
 
     def _evaluation_due(self) -> bool:
@@ -105,40 +117,75 @@ class Loop:
         """Both splits, then a checkpoint; the best one so far gets a second name."""
         train_loss, val_loss = (self.trainer.evaluate(self.data, split) for split in ("train", "val"))
         step, standing = self.trainer.step, self.standing
-        self.val_loss = val_loss
-        standing.evaluated_at = step
-        better = val_loss < standing.best_val_loss
-        if better:
-            standing.best_val_loss = val_loss
-        self._write(step, tokens=step * self.tokens_per_step, train_loss=train_loss, val_loss=val_loss)
+        self._write(step, tokens=self._tokens(), train_loss=train_loss, val_loss=val_loss)
+        if not (math.isfinite(train_loss) and math.isfinite(val_loss)):
+            found = f"the evaluation's train loss is {train_loss}, its val loss {val_loss}"
+            raise NotFiniteError(step, f"{found}; stopped, and no checkpoint of this was written")
+        standing.evaluated_at, standing.val_loss = step, val_loss
+        saving = step > 0 and not self.config.eval_only
+        better = saving and val_loss < standing.best_val_loss
         self.log.line(
             f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{', the best' if better else ''}"
         )
-        if step > 0 and not self.config.eval_only:
-            self._save(best=better)
+        if saving and (better or self.config.always_save_checkpoint):
+            self._save(val_loss if better else None)
 
-    def _save(self, best: bool = False) -> None:
-        """A checkpoint of this very moment. A full disk costs this one only: the last good one stands."""
-        step = self.trainer.step
+    def _save_surely(self, reason: str) -> None:
+        """The last checkpoint of this process: tried again, and never claimed where it is not there."""
+        for pause_s in (*_PAUSES_S, None):
+            if self._save():
+                return
+            if pause_s is not None:
+                time.sleep(pause_s)
+        raise TrainingError(f"{reason}, but the checkpoint of step {self.trainer.step} is not: {self._last_good()}")
+
+    def _save(self, best: float | None = None) -> bool:
+        """A checkpoint of this very moment, on every rank at once; whether it is there.
+
+        A full disk costs this one only: the last good one stands. `best` is the loss that makes it the best so far;
+        it counts only where best.pt was written.
+        """
+        step, standing = self.trainer.step, self.standing
         self.saved_time = time.monotonic()
-        if self.saved_at == step:
-            return
-        self.saved_at = step  # on every rank, written or not: they must agree on when to gather
+        if self.saved_at == step and best is None:
+            return True
+        if not self.trainer.weights_are_finite():
+            raise NotFiniteError(step, "a weight is not finite; stopped, and no checkpoint of this was written")
         if self.metrics is not None:
-            self.standing.metrics_bytes = self.metrics.position()
-        content = pack(self.trainer, self.loaded, self.standing)
-        if self.folder is None:
-            return
-        path = checkpoint.path_of(self.folder, step)
+            standing.metrics_bytes = self.metrics.position()
+        before = standing.best_val_loss
+        standing.best_val_loss = before if best is None else best
+        content = pack(self.trainer, self.loaded, standing, self.habits, self.data)
+        written, marked = self._write_checkpoint(content, best is not None) if self.folder is not None else (True, True)
+        failed, unmarked = self.trainer.ranks.any([not written, not marked], self.trainer.device)
+        if unmarked:
+            standing.best_val_loss = before
+        if not failed:
+            self.saved_at = step
+        return not failed
+
+    def _write_checkpoint(self, content: dict[str, Any], best: bool) -> tuple[bool, bool]:
+        """Whether it was written, and whether it is the best where it should be."""
+        folder = cast(Path, self.folder)
+        path = checkpoint.path_of(folder, self.trainer.step)
         try:
             checkpoint.save(content, path)
         except TrainingError as error:
             self._event("not saved", reason=str(error))
             self.log.line(f"WARNING: {error} {self._last_good()}")
-            return
+            return False, False
+        marked = True
         if best:
-            checkpoint.mark_best(self.folder, path)
-        checkpoint.keep_last(self.folder, self.options.keep)
+            try:
+                checkpoint.mark_best(folder, path)
+            except TrainingError as error:
+                self._event("not saved", reason=str(error))
+                self.log.line(f"WARNING: {error} The best so far stays.")
+                marked = False
+        checkpoint.remove(old for old in self.abandoned if old != path)
+        self.abandoned = []
+        checkpoint.keep_last(folder, self.habits.keep)
+        return True, marked
 
     def _last_good(self) -> str:
         held = checkpoint.saved(self.folder) if self.folder is not None else []
@@ -146,7 +193,7 @@ class Loop:
 
     def _note(self, result: StepResult, seconds: float) -> None:
         """Count the step, and log it where one is due."""
-        self.loss = result.loss
+        self.standing.loss = result.loss
         self.standing.seconds += seconds
         self.done_here += 1
         if self.done_here > _WARM_UP_STEPS:
@@ -158,6 +205,10 @@ class Loop:
         if result.step % self.config.log_interval == 0:
             self._log_step(result)
 
+    def _tokens(self) -> int:
+        """Tokens read by finished steps, whatever a step was before."""
+        return self.trainer.feed.position * self.config.block_size
+
     def _log_step(self, result: StepResult) -> None:
         step_s = sum(self.durations_s) / len(self.durations_s)
         self.durations_s.clear()
@@ -166,7 +217,7 @@ class Loop:
         memory_mib = self.meter.now_mib()
         self._write(
             result.step,
-            tokens=(result.step + 1) * self.tokens_per_step,
+            tokens=self._tokens(),
             loss=result.loss,
             lr=result.rate,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
@@ -214,10 +265,10 @@ class Loop:
             steps=self.trainer.step,
             finished=finished,
             reason=reason,
-            loss=self.loss,
-            val_loss=self.val_loss,
+            loss=self.standing.loss,
+            val_loss=self.standing.val_loss,
             best_val_loss=best if math.isfinite(best) else None,
-            tokens=self.trainer.step * self.tokens_per_step,
+            tokens=self._tokens(),
             seconds=self.standing.seconds,
             memory_mib=memory,
             step_ms=time_held,

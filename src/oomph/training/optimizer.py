@@ -40,10 +40,6 @@ class Pair:
     def state_dict(self) -> dict[str, Any]:
         return {"parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for part, saved in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(saved)
-
 
 AnyOptimizer = FusedAdamW | torch.optim.Optimizer | Pair
 
@@ -123,6 +119,39 @@ def rehearse(optimizer: AnyOptimizer, parameters: Iterable[nn.Parameter]) -> Non
             state["step"].zero_()
 
 
+def load_optimizer(optimizer: AnyOptimizer, saved: dict[str, Any]) -> None:
+    """Take over the moments and counts; rates, decays and betas stay those of the config.
+
+    Raises `ValueError` where the state is another model's or another optimizer's.
+    """
+    if isinstance(optimizer, Pair):
+        for part, theirs in zip(optimizer.parts, saved["parts"], strict=True):
+            load_optimizer(part, theirs)
+        return
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.load_state_dict(saved)
+        return
+    if len(saved["param_groups"]) != len(optimizer.param_groups):
+        raise ValueError(f"{len(saved['param_groups'])} groups of weights for {len(optimizer.param_groups)}")
+    both = zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    merged = [{**group, "params": theirs["params"]} for theirs, group in both]
+    before = _shapes(optimizer)
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": merged})
+    if saved["state"] and _shapes(optimizer) != before:  # nanoGPT's first checkpoint may come before any step
+        raise ValueError("other tensors, or tensors of other shapes")
+    if not saved["state"]:
+        rehearse(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[int, ...]]]:
+    """What is kept for each tensor, in the tensors' order."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        {name: tuple(value.shape) for name, value in optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
+        for p in parameters
+    ]
+
+
 def set_rate(optimizer: AnyOptimizer, rate: float) -> None:
     """The learning rate of the next step."""
     for group in optimizer.param_groups:
@@ -138,6 +167,7 @@ def _set(group: dict[str, Any], rate: float) -> None:
 
 def clip_and_step(optimizer: AnyOptimizer, gradients: list[Tensor], norm: Tensor, divide: bool, limit: float) -> None:
     """Update the weights; where `divide`, with gradients scaled down to the limit as clip_grad_norm_ scales them."""
+    norm = norm.float()  # of bfloat16 gradients it is bfloat16, which the fused kernel does not take
     if not divide:
         optimizer.step()
     elif isinstance(optimizer, FusedAdamW):

@@ -60,7 +60,8 @@ def lines(result: Result) -> list[str]:
     """The last words of a run."""
     said = [f"{result.reason} after {result.steps} steps, {duration(result.seconds)} of training"]
     if result.val_loss is not None:
-        said.append(f"validation loss {result.val_loss:.4f}, best {result.best_val_loss:.4f}")
+        best = "" if result.best_val_loss is None else f", best {result.best_val_loss:.4f}"
+        said.append(f"validation loss {result.val_loss:.4f}{best}")
     for name, held, unit in (("memory", result.memory_mib, "MiB"), ("a step", result.step_ms, "ms")):
         if held.predicted is not None and held.actual is not None and held.error is not None:
             figures = f"{held.predicted:,.0f} {unit} predicted, {held.actual:,.0f} measured"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +10,29 @@ import msgspec
 import torch
 
 from oomph import config as configs
-from oomph.config import LoadedConfig, TrainConfig
-from oomph.data.manifest import find_dataset
-from oomph.errors import InputError, Problem
-from oomph.planner import Plan, plan
+from oomph.config import TrainConfig
+from oomph.errors import InputError
+from oomph.planner import Config, Plan, plan
 from oomph.training import checkpoint, weights
 from oomph.training.distributed import Ranks, ranks_from_environment
 from oomph.training.failure import DoesNotFitError, TrainingError, is_out_of_memory
 from oomph.training.feed import Feed
-from oomph.training.folder import find_run, open_folder, write_json, write_plan
+from oomph.training.folder import RESULT, clear, open_folder, read_result, write_json, write_plan
+from oomph.training.lock import FolderLock
 from oomph.training.loop import Loop
 from oomph.training.loss import head_loss
 from oomph.training.memory import MemoryMeter, return_freed_memory
 from oomph.training.metrics import Metrics, make_trackers
 from oomph.training.model import GPT
 from oomph.training.optimizer import make_optimizer
+from oomph.training.options import Options
 from oomph.training.progress import Log
 from oomph.training.result import Result, lines
 from oomph.training.setup import Setup, prepare
-from oomph.training.state import Standing, load_weights, resumed_config, unpack
+from oomph.training.start import Start, find_start
+from oomph.training.state import Standing, load_weights, unpack
+from oomph.training.text import keep_tokenizer
 from oomph.training.trainer import DTYPES, Trainer
-
-Config = LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is asked of a run beyond its config."""
-
-    resume: bool | str | os.PathLike[str] = False  # True: the run in out_dir; or a run's folder or checkpoint
-    force: bool = False  # train though the plan says that it does not fit
-    overwrite: bool = False  # begin anew in a folder that holds a run
-    keep: int = 2  # checkpoints kept, the newest ones; the best is kept beside them
-    save_minutes: float = 15.0  # a checkpoint at least this often
-    order: str = "random"  # of the data: "random" windows as nanoGPT draws them, or shuffled "epochs"
-    weights: str | os.PathLike[str] | None = None  # first weights: a checkpoint, or Hugging Face's safetensors
-    tensorboard: bool = False
-    export: bool = False  # at the end, the weights as Hugging Face has them
-    quiet: bool = False
-    measure: bool = True  # the CPU's rates, for the plan's hours
 
 
 def train(config: Config = None, options: Options | None = None, **named: Any) -> Result:
@@ -61,90 +43,84 @@ def train(config: Config = None, options: Options | None = None, **named: Any) -
     wrong and `TrainingError` where the run cannot go on.
     """
     options = options or Options(**named)
-    check_options(options)
     ranks = ranks_from_environment()
-    loaded = configs.as_loaded(config)
-    start = _Start.find(loaded, options)
+    start = find_start(configs.as_loaded(config), options)
     setup = prepare(start.loaded, ranks, options.measure and ranks.first)
     torch.set_float32_matmul_precision("high" if _tf32(setup) else "highest")
-    ranks.start("nccl" if setup.device.type == "cuda" else "gloo", setup.device)
+    ranks.start(setup.backend, setup.device)
     try:
         return _train(setup, start, ranks, options)
+    except Exception as error:
+        if isinstance(error, TrainingError) or not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0][:200] if str(error) else "an allocation failed"
+        raise TrainingError(f"no memory is left: {reason}") from None
     finally:
         ranks.stop()
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Where a run begins: from nothing, or from a checkpoint."""
-
-    loaded: LoadedConfig
-    checkpoint: Path | None = None
-    content: dict[str, Any] | None = None
-    changes: tuple[str, ...] = ()
-
-    @staticmethod
-    def find(loaded: LoadedConfig, options: Options) -> _Start:
-        resume = options.resume or loaded.config.init_from == "resume"
-        if not resume:
-            return _Start(loaded)
-        path = find_run(Path(loaded.config.out_dir if resume is True else resume))
-        content = checkpoint.load(path)
-        merged, changes = resumed_config(path, content, loaded)
-        return _Start(merged, path, content, tuple(changes))
 
 
 def _tf32(setup: Setup) -> bool:
     return setup.device.type == "cuda" and setup.loaded.config.allow_tf32
 
 
-def _train(setup: Setup, start: _Start, ranks: Ranks, options: Options) -> Result:
-    config = setup.loaded.config
-    data = find_dataset(config.dataset, _roots(setup.loaded))
-    planned = plan(setup.loaded, setup.hardware)
-    folder = open_folder(config, start.checkpoint is not None, options.overwrite) if ranks.first else None
-    log = Log(folder, quiet=options.quiet or not ranks.first)
-    try:
-        _announce(log, setup, planned, start, options.quiet or not ranks.first)
-        if planned.memory.fits is False and not options.force:
-            raise DoesNotFitError("the plan says that this run does not fit; --force tries it all the same")
-        if folder is not None:
-            write_plan(folder, planned)
-        return_freed_memory()
-        _warm_up(setup)
-        meter = MemoryMeter(setup.device)
-        trainer = _build(setup, data, ranks, options)
-        standing = Standing()
-        if start.content is not None:
-            standing = unpack(start.content, trainer, str(start.checkpoint))
-        if folder is not None and start.checkpoint is not None and folder not in start.checkpoint.parents:
-            standing.metrics_bytes = 0  # another folder's run: this one's metrics begin anew
-        metrics = None
-        if folder is not None:
-            trackers = make_trackers(config, folder, options.tensorboard)
-            metrics = Metrics(folder, trackers, standing.metrics_bytes)
-        loop = Loop(trainer, setup.loaded, planned, data, folder, standing, log, metrics, meter, options)
+def _train(setup: Setup, start: Start, ranks: Ranks, options: Options) -> Result:
+    with ExitStack() as opened:
+        log = Log(quiet=options.quiet or not ranks.first, later=ranks.first)
+        opened.callback(log.close)
+        loop = ranks.together(lambda: _make_ready(setup, start, ranks, options, log, opened))
+        loop.standing.best_val_loss = ranks.gather(loop.standing.best_val_loss)[0]  # the first one sees the folder
         try:
-            return _finish(loop.run(), loop, folder, log, options)
-        finally:
-            if metrics is not None:
-                metrics.close()
-    finally:
-        log.close()
+            return _finish(loop.run(), loop, log)
+        except TrainingError as error:
+            log.record(f"ERROR: {error}")
+            raise
 
 
-def _roots(loaded: LoadedConfig) -> list[Path]:
-    """Where data/NAME is looked for: here, and beside the config files and their folders, as `oomph plan` looks."""
-    folders = [Path(file).parent for file in loaded.files]
-    return [Path(), *folders, *(folder.parent for folder in folders)]
+def _make_ready(setup: Setup, start: Start, ranks: Ranks, options: Options, log: Log, opened: ExitStack) -> Loop:
+    """All that a run needs, with everything checked before anything of an older run is touched."""
+    config = setup.loaded.config
+    data = start.data(setup.loaded)
+    planned = plan(setup.loaded, setup.hardware)
+    folder = None
+    if ranks.first:
+        folder = open_folder(config.out_dir, start.folder, options.overwrite)
+        opened.callback(FolderLock(folder).release)
+    _announce(log, setup, planned, start)
+    if planned.memory.fits is False and not options.force:
+        raise DoesNotFitError("the plan says that this run does not fit; --force tries it all the same")
+    return_freed_memory()
+    _warm_up(setup)
+    meter = MemoryMeter(setup.device)
+    trainer = _build(setup, data, ranks, start, options)
+    standing = unpack(start.content, trainer, str(start.checkpoint)) if start.content else Standing()
+    metrics = None
+    if folder is not None:
+        _mend(standing, trainer, start, folder)
+        trackers = make_trackers(config, folder, start.habits.tensorboard)
+        if options.overwrite:
+            clear(folder)
+        log.open(folder)
+        write_plan(folder, planned)
+        keep_tokenizer(data, folder)
+        metrics = Metrics(folder, trackers, standing.metrics_bytes, log.line)
+        opened.callback(metrics.close)
+    return Loop(trainer, setup.loaded, planned, data, folder, standing, log, metrics, meter, start.habits)
 
 
-def _announce(log: Log, setup: Setup, planned: Plan, start: _Start, quiet: bool) -> None:
-    if not quiet:
-        from oomph.report.summary import summarise
-        from oomph.report.terminal import to_text
+def _mend(standing: Standing, trainer: Trainer, start: Start, folder: Path) -> None:
+    """What the checkpoint says of files beside it, held against those that are there."""
+    if start.folder is not None and start.folder.resolve() != folder.resolve():
+        standing.metrics_bytes = 0  # another folder's run: this one's metrics begin anew
+    best = checkpoint.best_of(folder)
+    there = start.checkpoint is not None and best is not None and best[0] <= trainer.step
+    standing.best_val_loss = best[1] if there and best is not None else float("inf")
 
-        print(to_text(summarise([planned])), end="")
+
+def _announce(log: Log, setup: Setup, planned: Plan, start: Start) -> None:
+    from oomph.report.summary import summarise
+    from oomph.report.terminal import to_text
+
+    log.line(to_text(summarise([planned])).rstrip("\n"))
     for reason in setup.reasons:
         log.line(reason)
     if start.checkpoint is not None:
@@ -165,14 +141,15 @@ def _warm_up(setup: Setup) -> None:
         optimizer.step()
 
 
-def _build(setup: Setup, data: Path, ranks: Ranks, options: Options) -> Trainer:
+def _build(setup: Setup, data: Path, ranks: Ranks, start: Start, options: Options) -> Trainer:
     """Model, optimizer and data on the device. The same first weights on every rank."""
     config = setup.loaded.config
     torch.manual_seed(config.seed)
-    feed = Feed(data, config, ranks, setup.device, options.order)
+    feed = Feed(data, config, ranks, setup.device, start.habits.order)
     try:
         model = GPT(config)
-        _first_weights(model, config, options)
+        if start.checkpoint is None:
+            _first_weights(model, config, options)
         torch.manual_seed(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
         dtype = DTYPES[config.dtype or "float32"] if not config.autocast else torch.float32
         model.to(device=setup.device, dtype=dtype)
@@ -193,23 +170,28 @@ def _first_weights(model: GPT, config: TrainConfig, options: Options) -> None:
     load_weights(model, weights.crop_positions(named, config.block_size), where)
 
 
-def _finish(result: Result, loop: Loop, folder: Path | None, log: Log, options: Options) -> Result:
-    if folder is not None:
-        write_json(folder / "result.json", result.to_dict())
-        for line in lines(result):
-            log.line(line)
-        if options.export:
+def _finish(result: Result, loop: Loop, log: Log) -> Result:
+    folder = loop.folder
+    if folder is None:
+        return result
+    before = read_result(folder)
+    if loop.done_here == 0 and before is not None and before.finished and before.steps == result.steps:
+        log.line(f"nothing was left to do; {folder / RESULT} stands")
+        if not loop.config.eval_only:
+            result = before
+    else:
+        try:
+            write_json(folder / RESULT, result.to_dict())
+        except InputError as error:
+            log.line(f"WARNING: {error}")
+    for line in lines(result):
+        log.line(line)
+    if loop.habits.export and result.finished:
+        try:
             weights.export_huggingface(loop.trainer.model.state_dict(), loop.trainer.config, folder / "huggingface")
-            log.line(f"weights for Hugging Face in {folder / 'huggingface'}")
+        except (InputError, OSError) as error:
+            raise TrainingError(
+                f"the run is done, but not its export: {error}; --resume --export tries again"
+            ) from None
+        log.line(f"weights for Hugging Face in {folder / 'huggingface'}")
     return result
-
-
-def check_options(options: Options) -> None:
-    """Refuse what makes no sense before any work."""
-    problems = []
-    if options.keep < 1:
-        problems.append(Problem("--keep", "too few", found=str(options.keep), allowed="at least 1"))
-    if options.resume and options.overwrite:
-        problems.append(Problem("--overwrite", "cannot go with --resume", allowed="one of the two"))
-    if problems:
-        raise InputError(problems)

@@ -26,7 +26,17 @@ class Sampling:
     seed: int = 1337
 
 
-def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, TrainConfig]:
+@dataclass(frozen=True)
+class Opened:
+    """A model, and where it comes from."""
+
+    model: GPT
+    config: TrainConfig
+    run: Path  # its run's folder
+    data_folder: Path | None  # where its data was
+
+
+def open_model(path: Path, device: torch.device | str = "cpu") -> Opened:
     """The model in a run's best or last checkpoint, or in the checkpoint named; nanoGPT's too."""
     if path.is_dir():
         named = [path / checkpoint.BEST] if (path / checkpoint.BEST).is_file() else checkpoint.saved(path)[-1:]
@@ -37,7 +47,14 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, Tra
     config = saved_config(content, str(path)).config
     model = GPT(config)
     load_weights(model, content["model"], str(path))
-    return model.to(device).eval(), config
+    data = (content.get("oomph") or {}).get("data_folder")
+    return Opened(model.to(device).eval(), config, checkpoint.run_of(path), Path(data) if data else None)
+
+
+def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, TrainConfig]:
+    """The model of a run or a checkpoint, and its config."""
+    opened = open_model(path, device)
+    return opened.model, opened.config
 
 
 class Context:
@@ -97,7 +114,8 @@ def draw(logits: Tensor, sampling: Sampling, randomness: torch.Generator) -> Ten
     """One token a row of logits (samples, vocabulary)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / sampling.temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # so that no exponent overflows
     if sampling.top_k is not None:
         least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))

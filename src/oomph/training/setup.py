@@ -9,7 +9,7 @@ import torch
 
 from oomph import config as configs
 from oomph.config import LoadedConfig
-from oomph.devices import Device, detect
+from oomph.devices import Device, calibrated, detect
 from oomph.errors import InputError, Problem
 from oomph.training.distributed import Ranks
 
@@ -21,6 +21,7 @@ class Setup:
     loaded: LoadedConfig
     device: torch.device
     hardware: Device
+    backend: str  # torch.distributed's
     reasons: tuple[str, ...]
 
 
@@ -42,13 +43,14 @@ def prepare(loaded: LoadedConfig, ranks: Ranks, measure: bool = True) -> Setup:
         loaded.notes,
         loaded.files,
     )
-    problems = configs.validate(merged.config, sources) + _impossible(merged)
+    problems = configs.validate(merged.config, sources) + _impossible(merged) + _no_backend(merged, ranks)
     if problems:
         raise InputError(problems)
-    hardware = detect(kind, measure)
+    hardware = calibrated(detect(kind, measure))
     settled = configs.settle(merged, hardware)
     device = torch.device(kind if ":" in kind or ranks.size == 1 or on_cpu else f"{kind}:{ranks.local_rank}")
-    return Setup(settled, device, hardware, _reasons(settled))
+    own = "nccl" if device.type == "cuda" else "gloo"
+    return Setup(settled, device, hardware, loaded.config.backend if loaded.said("backend") else own, _reasons(settled))
 
 
 def _choose_device(loaded: LoadedConfig) -> tuple[str, str]:
@@ -90,6 +92,18 @@ def _impossible(loaded: LoadedConfig) -> list[Problem]:
         what = "float16 weights cannot be trained: their gradients underflow"
         problems.append(Problem(sources["dtype"], what, allowed="autocast = True, or dtype = 'bfloat16'"))
     return problems
+
+
+def _no_backend(loaded: LoadedConfig, ranks: Ranks) -> list[Problem]:
+    """A backend that somebody named and that cannot carry this run. One process alone needs none."""
+    config = loaded.config
+    if ranks.size == 1 or not loaded.said("backend"):
+        return []
+    known = ("gloo", "nccl") if config.device.startswith("cuda") else ("gloo",)
+    if config.backend in known:
+        return []
+    what = f"this backend does not carry a run on {config.device}"
+    return [Problem(loaded.sources["backend"], what, found=config.backend, allowed=" or ".join(known))]
 
 
 def _reasons(loaded: LoadedConfig) -> tuple[str, ...]:

@@ -6,10 +6,13 @@ TFRecord frames: uint64 length, its masked CRC-32C, the bytes, their masked CRC-
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
 import time
 from pathlib import Path
+from typing import IO
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 
@@ -67,17 +70,35 @@ def event(step: int, figures: dict[str, float], wall_time: float) -> bytes:
 
 
 class TensorBoardTracker:
-    """A file in `folder` for `tensorboard --logdir`."""
+    """A file in `folder` for `tensorboard --logdir`, made with the first figures."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        self._file = (folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}").open("wb")
-        self._file.write(frame(b"\x09" + struct.pack("<d", now) + _block(3, b"brain.Event:2")))
+        self._folder = folder
+        self._file: IO[bytes] | None = None
 
     def write(self, step: int, figures: dict[str, float]) -> None:
-        self._file.write(frame(event(step, figures, time.time())))
-        self._file.flush()
+        now = time.time()
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}"
+            self._file = path.open("wb", buffering=0)
+            self._append(frame(b"\x09" + struct.pack("<d", now) + _block(3, b"brain.Event:2")))
+        self._append(frame(event(step, figures, now)))
+
+    def _append(self, record: bytes) -> None:
+        """A whole record or none: half of one would hide all that follow."""
+        if self._file is None:
+            return
+        end = self._file.tell()
+        try:
+            written = self._file.write(record)
+            if written != len(record):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(end)
+            self._file.seek(end)
+            raise
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -49,12 +49,15 @@ class Shrunk:
 
 
 class NotFiniteError(TrainingError):
-    """A loss or a gradient is not a number any more; the weights are those from before the step."""
+    """A loss, a gradient or a weight is not a number any more."""
 
-    def __init__(self, step: int, loss: float, norm: float) -> None:
+    def __init__(self, step: int, what: str) -> None:
         self.step = step
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm}"
-        super().__init__(f"step {step}: {what}; stopped before the optimizer's step")
+        super().__init__(f"step {step}: {what}")
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing is wrong
+    """Somebody asked to stop in the middle of a step or an evaluation: all is as it was before it began."""
 
 
 class Trainer:
@@ -80,6 +83,7 @@ class Trainer:
         self.trunk: Callable[[Tensor], Tensor] = torch.compile(model.trunk) if config.compile else model.trunk
         self.parameters = list(model.parameters())
         self.on_shrink = on_shrink
+        self.stop_asked: Callable[[], bool] = lambda: False  # looked at between micro-steps
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self.device.type, dtype=self.half)
@@ -90,7 +94,10 @@ class Trainer:
             return head_loss(self.trunk(x), self.model.lm_head.weight, y, self.config.loss_chunk or 0)
 
     def train_step(self) -> StepResult:
-        """One optimizer step over the next windows. Raises `NotFiniteError` before any weight is touched."""
+        """One optimizer step over the next windows.
+
+        Raises `NotFiniteError` before any weight is touched, and `Interrupted` where it is to stop half-way.
+        """
         rate = learning_rate(self.step, self.config)
         set_rate(self.optimizer, rate)
         loss = self._surviving("training", self._accumulate)
@@ -103,7 +110,9 @@ class Trainer:
         overflowed = self.scaler.is_enabled() and math.isfinite(loss_value) and not math.isfinite(norm_value)
         if not overflowed:
             if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-                raise NotFiniteError(self.step, loss_value, norm_value)
+                bad_loss = not math.isfinite(loss_value)
+                what = f"the loss is {loss_value}" if bad_loss else f"the gradients' norm is {norm_value}"
+                raise NotFiniteError(self.step, f"{what}; stopped before the optimizer's step")
             limit = self.config.grad_clip
             clip_and_step(self.optimizer, gradients, norm, 0 < limit < norm_value, limit)
         if self.scaler.is_enabled():
@@ -120,6 +129,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         share = 1 / (self.micro_steps * self.ranks.size)
         for index in range(self.micro_steps):
+            self._look_up()
             loss = self.loss_of(*self.feed.batch(index, self.batch_size)) * share
             self.feed.look_ahead(index + 1, self.batch_size)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -142,29 +152,44 @@ class Trainer:
         try:
             with torch.no_grad():
                 for at in range(first, last, self.batch_size):
+                    self._look_up()
                     rows = min(self.batch_size, last - at)
                     total += self.loss_of(*read(reader, at, rows, self.device)) * rows
         finally:
             self.model.train()
         return total
 
+    def _look_up(self) -> None:
+        if self.stop_asked():
+            raise Interrupted
+
+    def weights_are_finite(self) -> bool:
+        """Whether every weight is a number still."""
+        with torch.no_grad():
+            return bool(torch.stack([parameter.isfinite().all() for parameter in self.parameters]).all())
+
     def _surviving(self, during: str, work: Callable[[], Tensor]) -> Tensor:
-        """Do the work; where memory runs out on any rank, undo it on all, halve the micro-batch and do it again."""
+        """Do the work; where memory runs out on any rank, undo it on all, halve the micro-batch, do it again."""
         while True:
             random = random_state(self.device)
             failure: str | None = None
             result: Tensor | None = None
+            stopped = False
             try:
                 result = work()
+            except Interrupted:
+                stopped = True
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = str(error).splitlines()[0][:200]
             # Only here, where the error and the frames it held are gone, can their tensors be let go.
-            (failed,) = self.ranks.any([failure is not None], self.device)
-            if not failed and result is not None:
+            failed, stopping = self.ranks.any([failure is not None, stopped], self.device)
+            if not failed and not stopping and result is not None:
                 return result
             self._undo(random)
+            if stopping:
+                raise Interrupted
             self._shrink(during, failure or "on another rank")
 
     def _undo(self, random: dict[str, Tensor]) -> None:

@@ -19,6 +19,7 @@ from oomph.config import TrainConfig
 from oomph.errors import InputError, Problem
 from oomph.files import write_whole
 from oomph.training import checkpoint
+from oomph.training.state import plain_names
 
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NAMES = {value: name for name, value in _TYPES.items()}
@@ -37,11 +38,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             if len(text) != length:
                 raise ValueError("cut short in its header")
             header = json.loads(text)
+            if not isinstance(header, dict):
+                raise ValueError("its header is not a table of names")
             data = bytearray(file.read())
         return {name: _tensor(entry, data) for name, entry in header.items() if name != "__metadata__"}
     except OSError as error:
         raise InputError(Problem(str(path), "cannot be read", found=error.strerror)) from None
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError, RecursionError) as error:
         raise InputError(Problem(str(path), "not a sound safetensors file", found=str(error)[:120])) from None
 
 
@@ -130,8 +133,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         path = found[0]
     if path.suffix == ".safetensors":
         return from_huggingface(read_safetensors(path))
-    weights: dict[str, Tensor] = checkpoint.load(path)["model"]
-    return weights
+    return plain_names(checkpoint.load(path)["model"])
 
 
 def crop_positions(weights: dict[str, Tensor], block_size: int) -> dict[str, Tensor]:

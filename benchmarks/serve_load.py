@@ -1,0 +1,141 @@
+"""`oomph serve` under load: plan requests, many at once, each a different config unless told otherwise.
+
+    python benchmarks/serve_load.py [--requests 1000] [--at_once 16] [--url http://127.0.0.1:8642] [--json]
+
+Without --url it starts a server of its own. Three loads: the same question again and again; sliders, moved back and
+forth over a hundred settings; and every question new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+CARDS = ("RTX 4070", "RTX 3090", "RTX 4090", "A100 SXM4 80GB", "T4")
+SHAPES = ((4, 4, 256), (6, 6, 384), (12, 12, 768))  # layers, heads, width: what people train on one card
+
+
+def same(count: int) -> Iterator[dict[str, object]]:
+    """One question."""
+    for _ in range(count):
+        yield {"preset": "gpt2", "gpu": "RTX 4070", "set": {"batch_size": 8, "gradient_accumulation_steps": 64}}
+
+
+def sliders(count: int) -> Iterator[dict[str, object]]:
+    """A few people moving sliders: a hundred settings, each come back to."""
+    drawn = random.Random(1)
+    settings = list(distinct(100, seed=2))
+    for _ in range(count):
+        yield drawn.choice(settings)
+
+
+def distinct(count: int, seed: int = 3) -> Iterator[dict[str, object]]:
+    """Never the same question twice."""
+    drawn = random.Random(seed)
+    seen = set()
+    while len(seen) < count:
+        layers, heads, width = drawn.choice(SHAPES)
+        question = {
+            "gpu": drawn.choice(CARDS),
+            "set": {
+                "n_layer": layers,
+                "n_head": heads,
+                "n_embd": width,
+                "batch_size": drawn.randint(1, 64),
+                "gradient_accumulation_steps": drawn.choice((1, 4, 16, 64)),
+                "block_size": drawn.choice((256, 512, 1024, 2048)),
+                "dropout": drawn.choice((0.0, 0.1)),
+            },
+        }
+        key = json.dumps(question)
+        if key not in seen:
+            seen.add(key)
+            yield question
+
+
+LOADS = {"same": same, "sliders": sliders, "distinct": distinct}
+
+
+async def client(host: str, port: int, questions: Iterator[dict[str, object]], times_ms: list[float]) -> int:
+    """Ask until the questions are used up, over one connection; how many answers were not 200."""
+    reader, writer = await asyncio.open_connection(host, port, limit=2**22)
+    failed = 0
+    for question in questions:
+        body = json.dumps(question).encode()
+        head = f"POST /api/plan HTTP/1.1\r\nHost: {host}:{port}\r\nAccept-Encoding: gzip\r\n"
+        head += "Content-Type: application/json\r\n"
+        began = time.perf_counter()
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        reply = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = int(reply.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+        await reader.readexactly(length)
+        times_ms.append((time.perf_counter() - began) * 1e3)
+        failed += b" 200 " not in reply.split(b"\r\n", 1)[0]
+    writer.close()
+    return failed
+
+
+async def measure(host: str, port: int, load: str, requests: int, at_once: int) -> dict[str, object]:
+    """One load: how long its requests took."""
+    questions = LOADS[load](requests)
+    times_ms: list[float] = []
+    began = time.perf_counter()
+    failed = sum(await asyncio.gather(*(client(host, port, questions, times_ms) for _ in range(at_once))))
+    took_s = time.perf_counter() - began
+    ordered = sorted(times_ms)
+    return {
+        "load": load,
+        "requests": len(ordered),
+        "at_once": at_once,
+        "failed": failed,
+        "median_ms": round(ordered[len(ordered) // 2], 1),
+        "p99_ms": round(ordered[int(len(ordered) * 0.99)], 1),
+        "worst_ms": round(ordered[-1], 1),
+        "requests_per_s": round(len(ordered) / took_s, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--at_once", type=int, default=16)
+    parser.add_argument("--load", choices=(*LOADS, "all"), default="all")
+    parser.add_argument("--url")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    server = None
+    url = options.url
+    if url is None:
+        command = [sys.executable, "-m", "oomph", "serve", "--no_browser", "--json", "--port", "0"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        url = json.loads("".join(iter(server.stdout.readline, "}\n")) + "}")["url"]
+    try:
+        address = urlsplit(url)
+        host, port = address.hostname or "", address.port or 80
+        asyncio.run(measure(host, port, "same", 1, 1))  # its start is not what is measured
+        for load in LOADS if options.load == "all" else [options.load]:
+            found = asyncio.run(measure(host, port, load, options.requests, options.at_once))
+            if options.json:
+                print(json.dumps(found))
+            else:
+                print(
+                    "{load:>9}: {requests} requests, {at_once} at once, {failed} failed; median {median_ms} ms, "
+                    "p99 {p99_ms} ms, worst {worst_ms} ms; {requests_per_s} a second".format(**found)
+                )
+    finally:
+        if server is not None:
+            server.terminate()
+            server.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

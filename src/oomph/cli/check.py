@@ -1,0 +1,91 @@
+"""`oomph check`: a minute of the real run, held against the plan."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from oomph import config as configs
+from oomph.checking import Check, DoesNotFitError, check
+from oomph.checking.run import STEPS
+from oomph.cli.arguments import VerbParser
+from oomph.cli.output import emit, emit_json
+from oomph.cli.plan import add_source, keys_help
+from oomph.devices import ratios
+
+NO, FAILED = 1, 3
+
+
+def run(argv: list[str]) -> int:
+    """Run a few steps, print what they took; 1 where memory ran out, 3 where they failed for another reason."""
+    parser = _parser()
+    if "--help" in argv or "-h" in argv:
+        parser.epilog = keys_help()
+    options, overrides = parser.parse(argv)
+    loaded = configs.load(options.sources, overrides)
+    if options.save:
+        ratios.load()  # a file that cannot be added to is found out before the minute, not after it
+    line = _Line()
+    try:
+        result = check(loaded, steps=options.steps, force=options.force, tell=line.show)
+    except DoesNotFitError as error:
+        print(f"ERROR: {error}; --force tries it all the same", file=sys.stderr)
+        return NO
+    finally:
+        line.clear()
+    if options.json:
+        emit_json(result.to_dict())
+    else:
+        from oomph.report.check_terminal import to_text
+
+        emit(to_text(result))
+    if options.save:
+        _save(result)
+    elif result.ratios is not None and not options.json:
+        print("--save keeps this for later plans on this device", file=sys.stderr)
+    return NO if result.out_of_memory else FAILED if result.failure else 0
+
+
+def _save(result: Check) -> None:
+    if result.ratios is None:
+        print("nothing was kept: the run did not end well, or its times are not the machine's own", file=sys.stderr)
+        return
+    path = ratios.save(result.plan.device, result.ratios)
+    print(f"kept in {path}: later plans for {result.plan.device.name} use it", file=sys.stderr)
+
+
+class _Line:
+    """One line of standard error that says what goes on; nothing where nobody looks."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        if self._live:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _parser() -> VerbParser:
+    parser = VerbParser(
+        "check",
+        "Really run a few optimizer steps of a config on this machine, and hold the plan against them.\n"
+        "Nothing is written: no checkpoint, no log. The device is the config's (--device=cpu, cuda, cuda:1).",
+    )
+    add_source(parser)
+    parser.add_argument(
+        "--steps", type=_steps, default=STEPS, metavar="N", help="timed, after a first one; default %(default)s"
+    )
+    parser.add_argument("--save", action="store_true", help="keep what was found: later plans for this device use it")
+    parser.add_argument("--force", action="store_true", help="try what the plan says does not fit")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
+    return parser
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10_000:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 10,000, found {text!r}")
+    return int(text)

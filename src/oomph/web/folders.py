@@ -1,0 +1,215 @@
+"""The runs folder: which runs there are, and what each holds. Nothing outside it is ever read."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from oomph.errors import InputError, Problem, nearest
+from oomph.web.metrics import COLUMNS, Clock, Figures, read_lines
+
+METRICS, PLAN, CONFIG, RESULT = "metrics.jsonl", "plan.json", "config.toml", "result.json"
+MAX_RUNS = 1000  # listed
+MAX_JSON_BYTES = 4 * 2**20
+TAIL_BYTES = 64 * 2**10  # enough for the last lines of a run
+MAX_LINE_BYTES = 2**20
+IDLE_S = 300.0  # a run without a result that has not written for so long has stopped, as far as one can tell
+READ = ("config.toml", METRICS, "train.log", "log.txt")  # what reading a run's folder opens
+
+
+class NoSuchRunError(InputError):
+    """The runs folder holds no run of that name."""
+
+
+class RunsFolder:
+    """One folder of runs; the folder itself may be a run too (nanoGPT's out_dir is "out")."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def names(self) -> dict[str, Path]:
+        """Every run by name, the last written first."""
+        try:
+            entries = [entry for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            return {}
+        found = {entry.name: Path(entry.path) for entry in entries[: 10 * MAX_RUNS] if _is_run(Path(entry.path))}
+        own = self.root.resolve().name
+        if own and own not in found and _is_run(self.root):
+            found[own] = self.root
+        newest = sorted(found.items(), key=lambda item: -_written(item[1]))
+        return dict(newest[:MAX_RUNS])
+
+    def path_of(self, name: str) -> Path:
+        """The folder of a run. A name is looked up, never joined: no path leads out."""
+        names = self.names()
+        if name not in names:
+            raise NoSuchRunError(
+                Problem("run", "no such run", repr(name[:100]), nearest=nearest(name[:100], list(names)))
+            )
+        return names[name]
+
+    def readable(self, name: str) -> Path:
+        """The same, for a reader that follows links: none of its files may be one."""
+        path = self.path_of(name)
+        for file in READ:
+            if (path / file).is_symlink():
+                raise InputError(Problem(f"{name}/{file}", "a link, which may lead out of the runs folder"))
+        return path
+
+    def listing(self) -> dict[str, Any]:
+        """What the page shows of each run before one is chosen."""
+        return {"folder": str(self.root), "runs": [_glance(name, path) for name, path in self.names().items()]}
+
+    def run(self, name: str) -> dict[str, Any]:
+        """Everything of one run, its figures thinned out for a plot."""
+        path = self.path_of(name)
+        plan, result = read_json(path / PLAN), read_json(path / RESULT)
+        each = flops_per_token(plan)
+        figures, clock, offset = read_metrics(path / METRICS, each)
+        return {
+            "name": name,
+            "config": _config(path),
+            "plan": plan,
+            "result": result,
+            "state": state(path, result),
+            "flops_per_token": each,
+            "metrics": figures.to_dict(),
+            "hours": clock.hours,
+            "offset": offset,
+        }
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A regular file opened for reading; a link or a pipe is refused. Raises `OSError`."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path} is not a regular file")
+    return os.fdopen(handle, "rb")
+
+
+def read_metrics(path: Path, flops_per_token: float | None, start: int = 0) -> tuple[Figures, Clock, int]:
+    """What the file tells, where its clock stands, and how many bytes of it were read: whole lines alone."""
+    clock = Clock()
+    try:
+        with open_file(path) as stream:
+            stream.seek(start)
+            lines = _Whole(stream, start)
+            return read_lines(lines, clock, flops_per_token), clock, lines.offset
+    except OSError:
+        return Figures(), clock, start
+
+
+class _Whole:
+    """The lines of a file that end in a newline, and where the last of them ends."""
+
+    def __init__(self, stream: BinaryIO, offset: int) -> None:
+        self.stream, self.offset = stream, offset
+
+    def __iter__(self) -> Iterator[bytes]:
+        whole = True  # a line longer than any of ours is passed over, piece by piece
+        while piece := self.stream.readline(MAX_LINE_BYTES):
+            ends = piece.endswith(b"\n")
+            if not ends and len(piece) < MAX_LINE_BYTES:
+                return
+            self.offset += len(piece)
+            if whole and ends:
+                yield piece
+            whole = ends
+
+
+def flops_per_token(plan: Any) -> float | None:
+    """What the run's own plan says an average token costs."""
+    try:
+        return float(plan["compute"]["flops_per_token"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def state(path: Path, result: Any) -> str:
+    """finished, stopped (before its end), running, or planned (nothing written yet)."""
+    if isinstance(result, dict) and not _resumed(path):
+        return "finished" if result.get("finished") else "stopped"
+    if not (path / METRICS).is_file():
+        return "planned"
+    return "running" if time.time() - _written(path) < IDLE_S else "stopped"
+
+
+def _resumed(path: Path) -> bool:
+    """Whether figures were written after the result: the run goes on."""
+    try:
+        return (path / METRICS).stat().st_mtime > (path / RESULT).stat().st_mtime + 1.0
+    except OSError:
+        return False
+
+
+def result_of(path: Path) -> Any:
+    """The run's result.json, or None while there is none."""
+    return read_json(path / RESULT)
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in (METRICS, PLAN, RESULT))
+
+
+def _written(path: Path) -> float:
+    """When the run last wrote a figure."""
+    for name in (METRICS, PLAN, RESULT):
+        try:
+            return (path / name).stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of ours; None where it is missing, too large or broken."""
+    try:
+        with open_file(path) as stream:
+            data = stream.read(MAX_JSON_BYTES + 1)
+        return msgspec.json.decode(data) if len(data) <= MAX_JSON_BYTES else None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _config(path: Path) -> dict[str, Any] | None:
+    import tomllib
+
+    try:
+        with open_file(path / CONFIG) as stream:
+            return tomllib.loads(stream.read(2**18).decode("utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _glance(name: str, path: Path) -> dict[str, Any]:
+    """The last figures of a run, from the end of its file."""
+    result = read_json(path / RESULT)
+    config = _config(path) or {}
+    try:
+        with open_file(path / METRICS) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            tail = stream.read().split(b"\n")[1 if size > TAIL_BYTES else 0 :]
+        last = read_lines(tail, Clock(), None)
+    except OSError:
+        last = Figures()
+    row = last.rows[-1] if last.rows else None
+    values = last.evals[-1] if last.evals else {}
+    return {
+        "name": name,
+        "steps": None if row is None or row[0] is None else int(row[0]) + 1,
+        "max_iters": config.get("max_iters"),
+        "loss": None if row is None else row[COLUMNS.index("loss")],
+        "val_loss": values.get("val_loss"),
+        "updated": _written(path),
+        "state": state(path, result),
+    }

@@ -1,0 +1,175 @@
+"""What the page asks, as types: decoded strictly, documented by their schema, turned into what the planner takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from oomph import config as configs
+from oomph import devices
+from oomph.config import KEYS, PRESETS, LoadedConfig, Override, Pasted, describe_keys
+from oomph.config.files import MAX_TEXT_BYTES
+from oomph.devices import Device
+from oomph.errors import InputError, Problem, nearest
+from oomph.planner import choose_device
+from oomph.predict.cost import PRICE_CURRENCY
+
+Setting = int | float | bool | str | None
+Settings = Annotated[dict[str, Setting], Meta(description="config keys and their values, over the config's own")]
+Amount = Annotated[float, Meta(ge=1e-9, le=1e15)]
+Name = Annotated[str, Meta(max_length=200)]
+ConfigText = Annotated[str, Meta(max_length=MAX_TEXT_BYTES, description="a config, read and never run")]
+MAX_LOG = 8 * 2**20  # characters of a pasted log
+MAX_COMPARED = 16  # runs
+
+
+class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A config on a device: what `oomph plan` takes."""
+
+    config: ConfigText | None = None
+    filename: Annotated[Name, Meta(description="of the config: its suffix tells the format")] | None = None
+    preset: Annotated[Name, Meta(description="laid under the config")] | None = None
+    gpu: Annotated[Name, Meta(description="a card as people write it; absent: this machine's")] | None = None
+    gpu_mib: Annotated[Amount, Meta(description="memory of a card that oomph does not know")] | None = None
+    gpu_tflops: Annotated[Amount, Meta(description="its dense half-precision peak")] | None = None
+    gpu_gbs: Annotated[Amount, Meta(description="its memory bandwidth, GB/s")] | None = None
+    gpu_watts: Annotated[Amount, Meta(description="its power limit")] | None = None
+    trainer: Annotated[Name, Meta(description="nanogpt or oomph")] | None = None
+    set: Settings = {}
+    reserve_mib: Annotated[float, Meta(ge=0, le=1e9, description="kept free for other programs")] = 0.0
+
+    def run(self, changes: Settings | None = None) -> tuple[LoadedConfig, Device]:
+        """The config and the device asked about. Raises `InputError` with all that is wrong with both."""
+        try:
+            loaded = self.loaded(changes)
+        except InputError as error:
+            problems = list(error.problems)
+            try:
+                self.device(configs.load())
+            except InputError as other:
+                problems += other.problems
+            raise InputError(problems) from None
+        return loaded, self.device(loaded)
+
+    def loaded(self, changes: Settings | None = None) -> LoadedConfig:
+        """The config asked about, with `changes` over it. Raises `InputError` with all that is wrong."""
+        overrides = as_overrides(self.set, "set")
+        if self.trainer is not None:
+            overrides.append(("trainer", self.trainer, "trainer"))
+        return configs.load(self.sources(), overrides + as_overrides(changes or {}, "changes"), confined=True)
+
+    def sources(self) -> list[str | Pasted]:
+        """The preset and the text, in the order in which they are laid over each other."""
+        found: list[str | Pasted] = []
+        if self.preset is not None:
+            found.append(known_preset(self.preset))
+        if self.config is not None:
+            found.append(pasted(self.config, self.filename))
+        return found
+
+    def device(self, loaded: LoadedConfig) -> Device:
+        """The card asked about, by name or by numbers, or this machine's own."""
+        numbers = {"mib": self.gpu_mib, "tflops": self.gpu_tflops, "gbs": self.gpu_gbs, "watts": self.gpu_watts}
+        if any(value is not None for value in numbers.values()):
+            return choose_device(devices.custom(self.gpu, **numbers), loaded.config)
+        if self.gpu is not None and not self.gpu.strip():
+            raise InputError(Problem("gpu", "names no card", found=repr(self.gpu), allowed="a name of /api/gpus"))
+        return choose_device(self.gpu or own_device(loaded.config.device), loaded.config)
+
+
+class PlanQuestion(Question, kw_only=True, forbid_unknown_fields=True):
+    """What `/api/plan` and `/api/report` take."""
+
+    step_ms: Annotated[Amount, Meta(description="a measured step time in place of the predicted")] | None = None
+    watts: Annotated[Amount, Meta(description="one card's draw, measured")] | None = None
+    price_kwh: Annotated[float, Meta(ge=0, le=1e9, description="of electricity, in `currency`")] | None = None
+    price_hour: Annotated[float, Meta(ge=0, le=1e9, description="of a rented card, in `currency`")] | None = None
+    currency: Annotated[str, Meta(min_length=1, max_length=10)] = PRICE_CURRENCY
+
+
+class FitQuestion(Question, kw_only=True, forbid_unknown_fields=True):
+    """What `/api/fit` takes."""
+
+    tokens: Annotated[Amount, Meta(description="to train on")] | None = None
+    hours: Annotated[Amount, Meta(description="the run may take")] | None = None
+    largest: Annotated[bool, Meta(description="the largest model instead")] = False
+
+
+class ConfigQuestion(Question, kw_only=True, forbid_unknown_fields=True):
+    """What `/api/config` takes: the config with some keys changed, as a file."""
+
+    changes: Settings = {}
+    format: Annotated[Literal["py", "toml"], Meta(description="of the file")] = "py"
+
+
+class ExplainQuestion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What `/api/explain` takes."""
+
+    text: Annotated[str, Meta(max_length=MAX_LOG, description="a log, nvidia-smi's screen or an error message")]
+    config: ConfigText | None = None
+    filename: Name | None = None
+    gpu: Name | None = None
+    set: Settings = {}
+    fixes: Annotated[bool, Meta(description="look for better settings too, which takes seconds")] = True
+
+
+class CompareQuestion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What `/api/compare` takes."""
+
+    runs: Annotated[list[Name], Meta(min_length=2, max_length=MAX_COMPARED, description="names from /api/runs")]
+    gpu: Name | None = None
+
+
+def own_device(kind: str) -> Device:
+    """This machine's device. Its CPU is not measured for a page that waits: what is kept from before has to do."""
+    return devices.calibrated(devices.detect(kind, measure=False))
+
+
+def as_overrides(values: dict[str, Setting], where: str) -> list[Override]:
+    """Settings as the command line would give them. Raises `InputError` for names that are no keys, and for what is not
+    text where only text will do: written out, everything is text."""
+    kinds = {key.name: key for key in describe_keys()}
+    problems = []
+    for name, value in values.items():
+        key, place = kinds.get(name), f"{where}.{name[:60]}"
+        if key is None:
+            problems.append(Problem(place, f"unknown key {name[:60]!r}", nearest=nearest(name[:60], KEYS)))
+        elif key.kind is str and not isinstance(value, str) and not (value is None and key.optional):
+            problems.append(Problem(place, f"{name} is not valid", found=repr(value), allowed=key.allowed))
+    if problems:
+        raise InputError(problems[:20])
+    return [(key, "None" if value is None else str(value), f"{where}.{key}") for key, value in values.items()]
+
+
+def known_preset(name: str) -> str:
+    """The preset of that name; a stranger's word must never become a path."""
+    if name not in PRESETS:
+        raise InputError(
+            Problem("preset", "unknown preset", repr(name), ", ".join(PRESETS), nearest=nearest(name, PRESETS))
+        )
+    return name
+
+
+def pasted(text: str, filename: str | None) -> Pasted:
+    """A pasted config under the name it had, or under one that suits it."""
+    if "\0" in text:
+        raise InputError(Problem("config", "a binary file, not text", allowed="a .py, .toml or .json config"))
+    name = (filename or "").replace("\\", "/").rpartition("/")[2].strip()
+    if not name:
+        name = (
+            "config.json" if text.lstrip().startswith("{") else "config.toml" if looks_like_toml(text) else "config.py"
+        )
+    return Pasted(name, text)
+
+
+def looks_like_toml(text: str) -> bool:
+    """Whether a config without a name is in our own format: what it sets reads as TOML and not as Python."""
+    import tomllib
+
+    try:
+        content = tomllib.loads(text) if text.count(".") < 1000 else {}
+    except (ValueError, RecursionError):
+        return False
+    return any(value is True or value is False for value in content.values())

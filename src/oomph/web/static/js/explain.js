@@ -1,0 +1,217 @@
+// Explain: a log, an nvidia-smi screen or an out-of-memory message, pasted; what happened, why, and what would fit.
+
+import { batch, classes, html, signal, useId } from "./html.js";
+import { copy, download, post, Refused, sentence } from "./api.js";
+import { figure, integer, mib, setting } from "./format.js";
+import { Options } from "./options.js";
+import { known, notice, question, tab } from "./state.js";
+
+const MOST = 7_500_000; // characters: the server takes 8 MB
+const EXAMPLE = `Overriding config with config/train_fineweb.py:
+batch_size = 16
+gradient_accumulation_steps = 32
+block_size = 1024
+n_layer = 12
+n_head = 12
+n_embd = 768
+number of parameters: 123.59M
+using fused AdamW: True
+compiling the model... (takes a ~minute)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.54 GiB. GPU 0 has a total capacity of 11.56 GiB of which 1.02 GiB is free. Including non-PyTorch memory, this process has 10.53 GiB memory in use. Of the allocated memory 10.14 GiB is allocated by PyTorch, and 158.21 MiB is reserved by PyTorch but unallocated.
+`;
+const MARKS = { error: ["✗", "error"], warning: ["!", "warning"], info: ["i", "to know"] };
+const HOWS = { read: "read", inferred: "inferred", given: "given" };
+
+const text = signal("");
+const gpu = signal("");
+const found = signal(null);
+const failed = signal([]);
+const busy = signal(false);
+
+export async function takeLog(file) {
+  if (file.size > MOST) {
+    failed.value = [
+      {
+        what: `${file.name} is too large to paste; in a terminal: oomph explain ${file.name}`,
+        found: `${integer(file.size)} bytes`,
+      },
+    ];
+    return;
+  }
+  text.value = await file.text();
+  explain();
+}
+
+async function explain() {
+  if (busy.value || !text.value.trim()) return;
+  busy.value = true;
+  failed.value = [];
+  try {
+    const body = { text: text.value };
+    if (gpu.value) body.gpu = gpu.value;
+    found.value = await post("/api/explain", body);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    failed.value = error.problems;
+    found.value = null;
+  } finally {
+    busy.value = false;
+  }
+}
+
+export function ExplainView() {
+  const area = useId();
+  const card = useId();
+  const keys = (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) explain();
+  };
+  const tryExample = () => {
+    batch(() => {
+      text.value = EXAMPLE;
+      gpu.value = "GeForce RTX 4070";
+    });
+    explain();
+  };
+  return html`
+    <div class="explain">
+      <section class="paste">
+        <label for=${area}>A log, an nvidia-smi screen, an out-of-memory message, or all of them together</label>
+        <textarea id=${area} class="code" rows=${found.value ? 8 : 16} dir="ltr" spellcheck=${false}
+          placeholder="paste here, or drop a file"
+          value=${text.value} onInput=${(event) => (text.value = event.target.value)} onKeyDown=${keys}></textarea>
+        <div class="paste-foot">
+          <div class="field"><label for=${card}>Card, where the text does not name it</label>
+            <input type="text" id=${card} list="explain-cards" autocomplete="off" dir="ltr" placeholder="as read"
+              value=${gpu.value} onInput=${(event) => (gpu.value = event.target.value)} />
+            <datalist id="explain-cards">
+              ${known.value.gpus.map(({ name }) => html`<option key=${name} value=${name}></option>`)}
+            </datalist>
+          </div>
+          <button type="button" class="button" disabled=${busy.value || !text.value.trim()} onClick=${explain}
+            title="Ctrl+Enter">
+            ${busy.value ? "reading…" : "Explain"}
+          </button>
+          <label class="button plain file-button">
+            Open a file
+            <input type="file" class="hidden"
+              onChange=${(event) => event.target.files[0] && takeLog(event.target.files[0])} />
+          </label>
+          <button type="button" class="quiet" onClick=${tryExample}>an example</button>
+        </div>
+        ${failed.value.map((problem) => html`<p class="problem" role="alert">${sentence(problem)}</p>`)}
+      </section>
+      <div aria-live="polite" aria-busy=${busy.value} class=${busy.value && found.value ? "stale" : ""}>
+        ${found.value && html`<${Report} found=${found.value} />`}
+      </div>
+    </div>`;
+}
+
+function Report({ found: { run, plan, findings, fixes = [], report } }) {
+  const urgent = findings.filter(({ severity }) => severity !== "info");
+  const other = findings.filter(({ severity }) => severity === "info");
+  const take = (option) => toPlan(run, plan, option.changes, option.trainer);
+  return html`
+    <div class="report">
+      ${urgent.length > 0 && html`<${Findings} label="What is wrong" findings=${urgent} />`}
+      ${
+        fixes.length > 0 &&
+        html`<section class="block">
+        <h2>What would fit</h2>
+        <${Options} options=${fixes} capacity=${plan?.memory?.capacity_mib} onTake=${take}
+          caption="Fixes, the best first" />
+      </section>`
+      }
+      ${
+        other.length > 0 &&
+        html`<section class="block">
+        <h2>${urgent.length ? "Also" : "Findings"}</h2>
+        <${Findings} label="Findings" findings=${other} wide />
+      </section>`
+      }
+      <div class="columns">
+        <section class="block"><h2>What was read</h2><${WasRead} run=${run} /></section>
+        ${
+          plan &&
+          html`<section class="block"><h2>What the run needs</h2><${Need} plan=${plan} />
+          <div class="actions">
+            <button type="button" class="button plain" onClick=${() => toPlan(run, plan, {})}>Open in Plan</button>
+          </div>
+        </section>`
+        }
+      </div>
+      ${
+        report &&
+        html`<div class="actions">
+        <button type="button" class="quiet" onClick=${() => download("report.md", report)}>download the report</button>
+        <button type="button" class="quiet" onClick=${async () => {
+          await copy(report);
+          notice.value = { text: "Report copied as Markdown" };
+        }}>copy it</button></div>`
+      }
+    </div>`;
+}
+
+const Findings = ({ findings, label, wide }) => html`
+  <section class=${classes("findings", wide && "wide")} aria-label=${label}>
+    ${findings.map((finding) => html`<${Finding} key=${finding.id + finding.title} finding=${finding} />`)}
+  </section>`;
+
+function Finding({ finding: { severity, title, text: words } }) {
+  const [mark, name] = MARKS[severity] ?? MARKS.info;
+  return html`
+    <article class=${`finding ${severity}`}>
+      <span class="finding-mark" role="img" aria-label=${name}>${mark}</span>
+      <div><h3>${title}</h3>${words && html`<p>${words}</p>`}</div>
+    </article>`;
+}
+
+function WasRead({ run }) {
+  const told = Object.entries(run.config ?? {}).filter(([, { how }]) => how in HOWS);
+  return html`
+    ${
+      run.gpu?.name &&
+      html`<p class="aside">
+      ${run.gpu.name}, ${run.gpu.how}
+      ${run.steps?.count ? `; ${integer(run.steps.count)} logged steps` : ""}
+    </p>`
+    }
+    <table class="figures"><tbody>
+      ${told.map(
+        ([key, { value, how, where }]) => html`<tr key=${key} title=${where}>
+        <th scope="row"><code>${key}</code></th>
+        <td><code dir="ltr">${setting(value)}</code></td>
+        <td class="soft number">${HOWS[how]}</td>
+      </tr>`,
+      )}
+    </tbody></table>`;
+}
+
+const Need = ({ plan: { memory, device, time } }) => html`
+  <table class="figures"><tbody>
+    <tr>
+      <th scope="row">on ${device.name}</th>
+      <td class="number">${memory.fits === false ? "does not fit" : "fits"}</td>
+    </tr>
+    <tr><th scope="row">predicted</th><td class="number">${mib(memory.total_mib)} MiB</td></tr>
+    <tr><th scope="row">there are</th><td class="number">${mib(memory.capacity_mib)} MiB</td></tr>
+    <tr><th scope="row">fullest in</th><td class="number wrap">${memory.peak_at}</td></tr>
+    ${time && html`<tr><th scope="row">tokens a second</th><td class="number">${figure(time.tokens_per_s)}</td></tr>`}
+  </tbody></table>`;
+
+/** The run as it was read becomes the plan's question. */
+function toPlan(run, plan, changes, trainer) {
+  const told = Object.entries(run.config ?? {}).filter(
+    ([key, { how, value }]) => how in HOWS && key !== "trainer" && value !== null,
+  );
+  const { trainer: changed, ...keys } = changes;
+  const set = Object.fromEntries(told.map(([key, { value }]) => [key, value]));
+  batch(() => {
+    question.value = {
+      preset: "gpt2",
+      gpu: plan?.device?.name ?? "",
+      trainer: changed ?? trainer ?? plan?.config?.trainer ?? "nanogpt",
+      set: { ...set, ...keys },
+    };
+    tab.value = "plan";
+  });
+}

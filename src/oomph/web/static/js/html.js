@@ -1,0 +1,25 @@
+// The few names every part of the page is written with.
+
+import { h, render, Fragment } from "preact";
+import { useEffect, useId, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { batch, computed, effect, signal } from "@preact/signals";
+import htm from "htm";
+
+export const html = htm.bind(h);
+export {
+  render,
+  Fragment,
+  useEffect,
+  useId,
+  useLayoutEffect,
+  useMemo,
+  useRef,
+  useState,
+  batch,
+  computed,
+  effect,
+  signal,
+};
+
+/** Class names of those that hold: classes("row", chosen && "chosen"). */
+export const classes = (...names) => names.filter(Boolean).join(" ");

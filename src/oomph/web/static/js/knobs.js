@@ -1,0 +1,279 @@
+// The planner's panel: where the config comes from, which card, and the settings people turn.
+
+import { classes, html, signal, useEffect, useId, useMemo, useState } from "./html.js";
+import { sentence } from "./api.js";
+import { ChoiceKnob, Exact, FieldKnob, Knob, ListKnob, SliderKnob, SwitchKnob } from "./controls.js";
+import { integer } from "./format.js";
+import { ask, known, problemOf, problems, question, setKeys, valueOf } from "./state.js";
+
+const BATCHES = [1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128];
+const ACCUMULATIONS = [1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 480, 512];
+const BLOCKS = [64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192, 16384];
+const LAYERS = [...Array.from({ length: 36 }, (_, index) => index + 1), 40, 44, 48, 56, 64, 72, 80, 96];
+const CHUNKS = [0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
+const DTYPES = [
+  ["bfloat16", "bf16"],
+  ["float16", "fp16"],
+  ["float32", "fp32"],
+];
+const FEATURED = new Set([
+  "batch_size",
+  "gradient_accumulation_steps",
+  "block_size",
+  "n_embd",
+  "n_head",
+  "n_layer",
+  "dtype",
+  "compile",
+  "checkpoint_layers",
+  "loss_chunk",
+  "attention",
+  "optimizer",
+  "vocab_size",
+  "max_iters",
+  "dataset_tokens",
+  "dropout",
+  "trainer",
+]);
+
+export const sameBatch = signal(true); // micro-batch and accumulation move together, at the same tokens a step
+
+/** Take a file that was dropped or chosen: data, read by the server and never run. */
+export async function takeFile(file) {
+  if (file.size > 1_500_000) {
+    problems.value = [
+      {
+        what: `${file.name} is too large for a config`,
+        found: `${integer(file.size)} bytes`,
+        allowed: "1,500,000 bytes",
+      },
+    ];
+    return;
+  }
+  ask({ preset: undefined, config: await file.text(), filename: file.name, set: {}, trainer: undefined });
+}
+
+export function Source() {
+  const { preset, config, filename } = question.value;
+  const [open, setOpen] = useState(false);
+  const chooser = useId();
+  const wrong = problems.value.filter(({ where = "" }) => !where.startsWith("set.") && where !== "gpu");
+  useEffect(() => setOpen(config !== undefined && open), [config]);
+  const choose = (name) => {
+    if (name === "own")
+      ask({
+        preset: undefined,
+        config: config ?? "# paste a nanoGPT config, TOML or config.json here\n",
+        filename: filename ?? "run.py",
+      });
+    else ask({ preset: name, config: undefined, filename: undefined, set: {}, trainer: undefined });
+    setOpen(name === "own");
+  };
+  return html`
+    <section class="panel" aria-label="Config">
+      <div class="field">
+        <label for=${chooser}>Config</label>
+        <select id=${chooser} value=${config === undefined ? preset : "own"}
+          onChange=${(event) => choose(event.target.value)}>
+          ${known.value.presets.map(({ name }) => html`<option key=${name} value=${name}>${name}</option>`)}
+          <option value="own">${config === undefined ? "your own: paste or drop…" : (filename ?? "your own")}</option>
+        </select>
+      </div>
+      <div class="actions">
+        <label class="quiet file">
+          open a file
+          <input type="file" class="hidden" accept=".py,.toml,.json,.txt"
+            onChange=${(event) => event.target.files[0] && takeFile(event.target.files[0])} />
+        </label>
+        <button type="button" class="quiet" aria-expanded=${open}
+          onClick=${() => (config === undefined ? choose("own") : setOpen(!open))}>
+          ${open ? "close the text" : "paste or edit"}
+        </button>
+      </div>
+      ${
+        open &&
+        config !== undefined &&
+        html`
+        <textarea class="code" rows="9" dir="ltr" spellcheck=${false} aria-label="Config text" value=${config}
+          onInput=${(event) => ask({ config: event.target.value })}></textarea>
+        <p class="aside">
+          nanoGPT .py, TOML or a Hugging Face config.json. It is read, never run, and stays on this machine.
+        </p>`
+      }
+      ${wrong.map((problem) => html`<p class="problem" role="alert">${sentence(problem)}</p>`)}
+    </section>`;
+}
+
+export function Card() {
+  const id = useId();
+  const wrong = problemOf("gpu");
+  const { gpu = "" } = question.value;
+  const [draft, setDraft] = useState(null);
+  const take = (text) => {
+    setDraft(null);
+    if (text !== gpu) ask({ gpu: text });
+  };
+  const typed = (event) => {
+    const text = event.target.value;
+    if (known.value.gpus.some(({ name }) => name === text)) take(text);
+    else setDraft(text);
+  };
+  const near = wrong?.nearest;
+  const cards = useMemo(() => {
+    const option = ({ name, memory_mib: size }) => html`<option key=${name} value=${name}>${integer(size)} MiB</option>`;
+    return known.value.gpus.map(option);
+  }, [known.value.gpus]);
+  return html`
+    <section class=${classes("panel", wrong && "wrong")} aria-label="Card">
+      <div class="field">
+        <label for=${id}>Card</label>
+        <input type="text" id=${id} list="cards" autocomplete="off" spellcheck=${false} dir="ltr"
+          placeholder="this machine's"
+          value=${draft ?? gpu} onInput=${typed}
+          onChange=${(event) => take(event.target.value)} onFocus=${(event) => event.target.select()} />
+        <datalist id="cards">
+          ${cards}
+        </datalist>
+      </div>
+      ${
+        wrong &&
+        html`<p class="problem" role="alert">${sentence({ ...wrong, nearest: "" })}
+        ${near && html` <button type="button" class="quiet" onClick=${() => take(near)}>${near}</button>`}</p>`
+      }
+    </section>`;
+}
+
+/** Micro-batch and accumulation: with the batch held, only sizes that divide it. */
+function Batch() {
+  const batch = valueOf("batch_size");
+  const accumulation = valueOf("gradient_accumulation_steps");
+  const held =
+    sameBatch.value && Number.isInteger(batch) && Number.isInteger(accumulation) && batch > 0 && accumulation > 0;
+  const all = held ? batch * accumulation : 0;
+  const dividing = held ? divisors(all) : [];
+  const keep = (key, other) => (value) => {
+    const rest = held && Number.isInteger(value) && value > 0 && all % value === 0 ? { [other]: all / value } : {};
+    setKeys({ [key]: value, ...rest });
+  };
+  return html`
+    <${SliderKnob} name="batch_size" label="Micro-batch" unit="sequences"
+      scale=${held ? dividing.filter((size) => size <= 256) : BATCHES}
+      onValue=${keep("batch_size", "gradient_accumulation_steps")} />
+    <${SliderKnob} name="gradient_accumulation_steps" label="Accumulation" unit="micro-steps"
+      scale=${held ? dividing : ACCUMULATIONS}
+      onValue=${keep("gradient_accumulation_steps", "batch_size")} />
+    <label class="hold">
+      <input type="checkbox" class="tick" checked=${sameBatch.value}
+        onChange=${(event) => (sameBatch.value = event.target.checked)} />
+      <bdi>keep the batch${held ? html` of <b>${integer(all)}</b> sequences` : ""}</bdi></label>`;
+}
+
+function divisors(number) {
+  const low = [];
+  const high = [];
+  for (let size = 1; size * size <= number; size += 1) {
+    if (number % size) continue;
+    low.push(size);
+    if (size * size !== number) high.unshift(number / size);
+  }
+  return [...low, ...high];
+}
+
+/** Width moves in whole heads, so that it always divides; a typed one keeps the heads where it can. */
+function Width() {
+  const width = valueOf("n_embd");
+  const heads = valueOf("n_head");
+  const each = width % heads === 0 && (width / heads) % 8 === 0 ? width / heads : 64;
+  const scale = Array.from({ length: Math.max(4, Math.floor(4096 / each)) }, (_, index) => (index + 1) * each);
+  const take = (value) => setKeys(value % each === 0 ? { n_embd: value, n_head: value / each } : { n_embd: value });
+  const words = (value) => `${value}, ${value / each} heads of ${each}`;
+  const heading = `${heads ?? "–"} heads of ${Number.isInteger(width / heads) ? width / heads : "–"}`;
+  return html`
+    <${SliderKnob} name="n_embd" label="Width" unit=${heading} scale=${scale} words=${words} onValue=${take} />`;
+}
+
+export function Knobs() {
+  const layers = valueOf("n_layer");
+  const blocks = Number.isInteger(layers) && layers > 0 && layers <= 1000 ? layers : 12;
+  return html`
+    <section class="panel knobs" aria-label="Settings">
+      <${Batch} />
+      <${SliderKnob} name="block_size" label="Block" unit="tokens" scale=${BLOCKS} />
+      <${Width} />
+      <${SliderKnob} name="n_layer" label="Depth" unit="layers" scale=${LAYERS} />
+      <div class="two">
+        <${ChoiceKnob} name="dtype" label="Precision" options=${DTYPES} />
+        <${SwitchKnob} name="compile" label="Compile" />
+      </div>
+      <${SliderKnob} name="checkpoint_layers" label="Checkpointed" unit="blocks, oomph train"
+        scale=${Array.from({ length: blocks + 1 }, (_, index) => index)}
+        words=${(value) => `${value} of ${blocks} blocks`} />
+      <${SliderKnob} name="loss_chunk" label="Loss chunk" unit="tokens, oomph train; 0 is all at once" scale=${CHUNKS}
+        words=${(value) => (value ? `${value} tokens` : "all at once")} />
+      <div class="two">
+        <${ListKnob} name="optimizer" label="Optimizer" options=${known.value.keys.optimizer?.choices ?? ["adamw"]} />
+        <${ListKnob} name="attention" label="Attention" options=${known.value.keys.attention?.choices ?? ["flash"]} />
+      </div>
+      <div class="two">
+        <${FieldKnob} name="max_iters" label="Steps" />
+        <${FieldKnob} name="dataset_tokens" label="Data" unit="tokens" />
+        <${FieldKnob} name="vocab_size" label="Vocabulary" />
+        <${FieldKnob} name="n_head" label="Heads" />
+      </div>
+      <${Money} />
+      <${EveryKey} />
+    </section>`;
+}
+
+/** What is not in a config: memory that others hold, a measured step, prices. */
+function Money() {
+  const fields = [
+    ["reserve_mib", "Kept free", "MiB", "0"],
+    ["step_ms", "Measured step", "ms", "predicted"],
+    ["price_kwh", "Electricity", "a kWh", "0.16"],
+    ["currency", "Currency", "", "USD"],
+    ["watts", "Measured draw", "W", "predicted"],
+    ["price_hour", "Rent", "an hour", "as published"],
+  ];
+  return html`
+    <details class="more">
+      <summary>Desktop, prices, a measured step</summary>
+      <div class="two">
+        ${fields.map(
+          ([name, label, unit, placeholder]) => html`<${FlagKnob} key=${name} name=${name} label=${label}
+          unit=${unit} placeholder=${placeholder} />`,
+        )}
+      </div>
+    </details>`;
+}
+
+function FlagKnob({ name, label, unit, placeholder }) {
+  const id = useId();
+  return html`
+    <${Knob} name=${name} label=${label} unit=${unit} id=${id} changed=${name in question.value}
+      problem=${problemOf(name)} onReset=${() => ask({ [name]: undefined })}>
+      <${Exact} wide id=${id} label=${label} value=${question.value[name]} placeholder=${placeholder}
+        onValue=${(value) => ask({ [name]: value })} />
+    <//>`;
+}
+
+/** Every other key of a config, found by name or meaning. */
+function EveryKey() {
+  const [open, setOpen] = useState(false);
+  const [wanted, setWanted] = useState("");
+  const text = wanted.toLowerCase();
+  const found = Object.values(known.value.keys).filter(
+    (key) => !FEATURED.has(key.name) && `${key.name} ${key.help}`.toLowerCase().includes(text),
+  );
+  return html`
+    <details class="more" onToggle=${(event) => setOpen(event.target.open)}>
+      <summary>Every other key</summary>
+      ${
+        open &&
+        html`
+        <input type="search" class="wide" placeholder="find a key" aria-label="Find a key" value=${wanted}
+          onInput=${(event) => setWanted(event.target.value)} />
+        <div class="all">${found.map((key) => html`<${FieldKnob} key=${key.name} name=${key.name} />`)}</div>`
+      }
+    </details>`;
+}

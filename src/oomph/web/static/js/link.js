@@ -1,0 +1,74 @@
+// A plan as a link: #plan?preset=gpt2&gpu=RTX+4070&batch_size=8. A config of one's own travels inside it, deflated.
+
+export const TABS = ["plan", "fit", "explain", "runs"];
+export const FLAGS = [
+  "gpu_mib",
+  "gpu_tflops",
+  "gpu_gbs",
+  "gpu_watts",
+  "reserve_mib",
+  "step_ms",
+  "watts",
+  "price_kwh",
+  "price_hour",
+  "currency",
+];
+const OWN = new Set(["preset", "gpu", "trainer", "config", "filename", "run", ...FLAGS]);
+const LONGEST = 200_000; // characters of a link that are read: a config is a few thousand
+
+export async function toHash(tab, question, runs) {
+  const fields = new URLSearchParams();
+  if (tab === "runs") {
+    for (const run of runs) fields.append("run", run);
+  } else if (tab !== "explain") {
+    for (const key of ["preset", "filename", "gpu", "trainer", ...FLAGS]) {
+      if (question[key] !== undefined && question[key] !== "") fields.set(key, question[key]);
+    }
+    if (question.config) fields.set("config", await packed(question.config));
+    for (const [key, value] of Object.entries(question.set)) fields.set(key, value);
+  }
+  const text = fields.toString();
+  return `#${tab}${text ? `?${text}` : ""}`;
+}
+
+/** What a link says; null where it says nothing of a tab. A key that is no key of a config is told by the server. */
+export async function fromHash(hash) {
+  const [tab, text = ""] = hash.slice(1, LONGEST).split(/\?(.*)/s);
+  if (!TABS.includes(tab)) return null;
+  const fields = new URLSearchParams(text);
+  const question = { set: {} };
+  for (const [key, value] of fields) {
+    if (key === "config") question.config = await unpacked(value);
+    else if (FLAGS.includes(key)) question[key] = key === "currency" ? value : Number(value);
+    else if (OWN.has(key)) question[key] = value;
+    else question.set[key] = read(value);
+  }
+  delete question.run;
+  return { tab, runs: fields.getAll("run"), question: text && tab !== "runs" ? question : null };
+}
+
+/** A value of a link: a number or a word, as --key=value takes them. */
+export function read(text) {
+  if (text === "true" || text === "True") return true;
+  if (text === "false" || text === "False") return false;
+  return text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
+}
+
+async function packed(text) {
+  const bytes = new Uint8Array(await through(new Blob([text]), new CompressionStream("deflate-raw")));
+  let binary = "";
+  for (const byte of bytes) binary += String.fromCharCode(byte);
+  return btoa(binary).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
+}
+
+async function unpacked(text) {
+  try {
+    const binary = atob(text.replaceAll("-", "+").replaceAll("_", "/"));
+    const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
+    return new TextDecoder().decode(await through(new Blob([bytes]), new DecompressionStream("deflate-raw")));
+  } catch {
+    return "# the config in this link is damaged\n";
+  }
+}
+
+const through = (blob, stream) => new Response(blob.stream().pipeThrough(stream)).arrayBuffer();

@@ -1,0 +1,115 @@
+// Settings that fit, as a table: sorted by a click on a column, taken over by a click on a row.
+
+import { classes, html, useState } from "./html.js";
+import { hours, integer, mib, setting } from "./format.js";
+import { PROGRAMS } from "./parts.js";
+
+const KINDS = { same: "the same mathematics", nearly: "nearly the same", different: "another run" };
+
+// [heading, what it is sorted by, largest first]
+const COLUMNS = [
+  ["", (option) => option.rank, false],
+  ["Setting", (option) => option.name, false],
+  ["Program", (option) => option.trainer, false],
+  ["Batch", (option) => option.batch_size, true],
+  ["Memory, MiB", (option) => option.total_mib, false],
+  ["Left, MiB", (option) => option.headroom_mib ?? 0, true],
+  ["Tokens/s", (option) => option.tokens_per_s ?? 0, true],
+  ["The run", (option) => option.hours ?? Infinity, false],
+  ["Effect on training", (option) => Object.keys(KINDS).indexOf(option.kind), false],
+];
+
+export function Options({ options, best, safest, capacity, onTake, caption }) {
+  const [by, setBy] = useState({ column: 0, turned: false });
+  const ranked = options.map((option, rank) => ({ ...option, rank }));
+  const [, key, largestFirst] = COLUMNS[by.column];
+  const sign = largestFirst === by.turned ? 1 : -1;
+  const rows = [...ranked].sort((a, b) => sign * compare(key(a), key(b)) || a.rank - b.rank);
+  const full = Math.max(capacity ?? 0, ...options.map(({ total_mib }) => total_mib));
+  const turn = (column) => setBy(by.column === column ? { column, turned: !by.turned } : { column, turned: false });
+  const direction = (column) => (column === by.column ? (sign > 0 ? "ascending" : "descending") : "none");
+  return html`
+    <div class="scroll">
+      <table class="options">
+        <caption class="hidden">${caption}</caption>
+        <thead><tr>
+          ${COLUMNS.map(
+            ([heading], column) => html`
+            <th key=${column} scope="col" aria-sort=${direction(column)}
+              class=${classes(column > 2 && column < 8 && "number")}>
+              <button type="button" onClick=${() => turn(column)} aria-label=${heading || "Rank"}>
+                ${heading || "#"}
+                <span class="arrow" aria-hidden="true">${column === by.column ? (sign > 0 ? "↑" : "↓") : ""}</span>
+              </button>
+            </th>`,
+          )}
+        </tr></thead>
+        <tbody>
+          ${rows.map(
+            (option) => html`<${Row} key=${option.rank} option=${option} isBest=${option.rank === best}
+            isSafest=${option.rank === safest} capacity=${capacity} full=${full} onTake=${onTake} />`,
+          )}
+        </tbody>
+      </table>
+    </div>`;
+}
+
+const compare = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
+
+function Row({ option, isBest, isSafest, capacity, full, onTake }) {
+  const {
+    rank,
+    name,
+    changes,
+    trainer,
+    patched,
+    fits,
+    total_mib,
+    headroom_mib,
+    batch_size,
+    gradient_accumulation_steps,
+    tokens_per_s,
+    hours: run,
+    effect,
+    reason,
+    kind,
+  } = option;
+  const told = Object.entries(changes).filter(([key]) => key !== "trainer");
+  const words = reason.charAt(0).toUpperCase() + reason.slice(1);
+  return html`
+    <tr class=${classes(isBest && "best", !fits && "no")} onClick=${() => onTake(option)}>
+      <td class="rank">${rank + 1}</td>
+      <td>
+        <div class="named"><button type="button" class="take" onClick=${(event) => {
+          event.stopPropagation();
+          onTake(option);
+        }} title="take it over, and download the config">${name}</button>
+        ${isBest && html`<span class="badge good">best</span>`}
+        ${isSafest && html`<span class="badge">safest</span>`}
+        ${!fits && html`<span class="badge bad">does not fit</span>`}
+      </div>
+        <div class="changes">
+          ${told.map(([key, value]) => html`<code key=${key} dir="ltr">${key} = ${setting(value)}</code>`)}
+          ${!told.length && html`<span class="soft">nothing changed</span>`}
+        </div>
+      </td>
+      <td>${PROGRAMS[trainer]}${patched && html`<div class="soft">with its patch</div>`}</td>
+      <td class="number"><bdi>${integer(batch_size)} × ${integer(gradient_accumulation_steps)}</bdi></td>
+      <td class="number memory">
+        ${mib(total_mib)}
+        <span class="phone"> MiB</span>
+        <span class="mini" aria-hidden="true">
+          <span class=${fits ? "" : "no"} style=${{ width: `${(100 * total_mib) / full}%` }}></span>
+          ${capacity && html`<i style=${{ insetInlineStart: `${(100 * capacity) / full}%` }}></i>`}
+        </span>
+      </td>
+      <td class="number">${mib(headroom_mib)}</td>
+      <td class="number">${integer(tokens_per_s)}</td>
+      <td class="number"><bdi>${hours(run)}</bdi></td>
+      <td class="effect">
+        <span class=${`kind ${kind}`}>${KINDS[kind]}</span>
+        ${` ${effect.replace(/^none: /, "")}. `}
+        <span class="soft">${words}.</span>
+      </td>
+    </tr>`;
+}

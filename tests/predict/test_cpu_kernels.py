@@ -1,0 +1,65 @@
+"""The CPU's clock: what its operations wait for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomph.devices.rates import CpuRates
+from oomph.predict.cpu_kernels import NEW_PAGES_BYTES, attention_scores, cpu_op_seconds, stream_gbs
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
+
+RATES = CpuRates(
+    tflops_fp32=0.09,
+    tflops_bf16=None,
+    copy_gbs=20.0,
+    cached_gbs=55.0,
+    math_gbs=9.0,
+    page_s_per_byte=6e-10,
+    dispatch_s=1.5e-6,
+    score_s=1.8e-9,
+)
+RATE = RATES.tflops_fp32 * 1e12
+
+
+def moving(name: str, moved_bytes: int, new_bytes: int = 0) -> Op:
+    made = (Buffer(name, new_bytes, Kind.ACTIVATIONS),) if new_bytes else ()
+    return Op(name, Phase.FORWARD, allocates=made, kernel=Kernel.POINTWISE, bytes_moved=moved_bytes)
+
+
+@given(st.integers(0, 2**40))
+def test_bytes_move_no_faster_than_in_the_caches_and_no_slower_than_in_memory(moved_bytes: int) -> None:
+    assert RATES.copy_gbs <= stream_gbs(moved_bytes, RATES) <= RATES.cached_gbs
+    assert stream_gbs(moved_bytes, RATES) >= stream_gbs(moved_bytes + 2**20, RATES)
+
+
+def test_an_activation_with_an_error_function_takes_longer_than_an_addition_of_as_many_bytes() -> None:
+    add, gelu = (cpu_op_seconds(moving(name, 2**24), RATES, RATE) for name in ("h.0.add", "h.0.mlp.gelu"))
+    assert gelu > 2 * add
+
+
+def test_a_large_new_tensor_is_paid_for_page_by_page_and_a_small_one_is_not() -> None:
+    plain = cpu_op_seconds(moving("add", 2**20), RATES, RATE)
+    assert cpu_op_seconds(moving("add", 2**20, NEW_PAGES_BYTES - 1), RATES, RATE) == plain
+    paid = cpu_op_seconds(moving("add", 2**20, NEW_PAGES_BYTES), RATES, RATE) - plain
+    assert paid == pytest.approx(NEW_PAGES_BYTES * RATES.page_s_per_byte)
+
+
+def test_an_operation_on_nothing_still_takes_its_dispatch() -> None:
+    assert cpu_op_seconds(moving("add", 0), RATES, RATE) > RATES.dispatch_s
+
+
+@given(st.integers(1, 5000))
+def test_attention_computes_at_least_the_causal_scores_and_at_most_all(tokens: int) -> None:
+    assert tokens * (tokens + 1) / 2 <= attention_scores(tokens) <= tokens**2
+
+
+def test_attention_backward_takes_longer_than_forward() -> None:
+    flops = 4 * 32 * 16 * 64 * 65 // 2
+    shape = (4, 4, 64, 32)
+    forward, backward = (
+        cpu_op_seconds(Op("sdpa", phase, kernel=Kernel.ATTENTION, shape=shape, flops=count), RATES, RATE)
+        for phase, count in ((Phase.FORWARD, flops), (Phase.BACKWARD, flops * 5 // 2))
+    )
+    assert 2 * forward < backward < 4 * forward

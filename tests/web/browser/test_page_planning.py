@@ -1,0 +1,183 @@
+"""The planner, fit and explain as a person uses them: every figure on the page is the library's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from browser_helpers import EXAMPLES, TOO_LARGE, OpenPage, exact, slider, verdict
+from playwright.sync_api import Page, expect
+
+import oomph
+
+pytestmark = pytest.mark.slow
+
+
+def needed(trainer: str = "nanogpt", card: str = "RTX 4070", **keys: object) -> str:
+    """The figure of a plan's memory as the page writes it."""
+    return f"{oomph.plan({**keys, 'trainer': trainer}, card).memory.total_mib:,.0f}"
+
+
+def drop(page: Page, name: str, text: str) -> None:
+    """Let a file fall on the page."""
+    page.evaluate(
+        """([name, text]) => {
+            const carried = new DataTransfer();
+            carried.items.add(new File([text], name));
+            window.dispatchEvent(new DragEvent("drop", {dataTransfer: carried, bubbles: true, cancelable: true}));
+        }""",
+        [name, text],
+    )
+
+
+def test_the_first_sight_is_a_plan_of_both_programs(open_page: OpenPage) -> None:
+    page = open_page()
+    expect(verdict(page, "nanogpt")).to_contain_text(needed())
+    expect(verdict(page, "oomph")).to_contain_text(needed("oomph"))
+    expect(page.locator(".bar-row")).to_have_count(2)
+    expect(page.locator(".timeline .peak")).to_contain_text("backward: loss")
+    expect(page).to_have_title("Plan · oomph")
+
+
+def test_a_slider_turns_a_run_that_does_not_fit_into_one_that_does(open_page: OpenPage) -> None:
+    page = open_page(TOO_LARGE)
+    expect(verdict(page, "nanogpt")).to_contain_text("does not fit")
+    slider(page, "batch_size").press("ArrowLeft")  # the batch is kept: 8 × 64 for 16 × 32
+    expect(verdict(page, "nanogpt").locator(".word")).to_have_text("✓fits")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(batch_size=8, gradient_accumulation_steps=64))
+    expect(exact(page, "batch_size")).to_have_value("8")
+    expect(exact(page, "gradient_accumulation_steps")).to_have_value("64")
+
+
+def test_a_typed_number_is_taken_exactly_and_can_be_taken_back(open_page: OpenPage) -> None:
+    page = open_page(TOO_LARGE)
+    expect(verdict(page, "nanogpt")).to_contain_text("does not fit")
+    page.get_by_label("keep the batch").uncheck()
+    exact(page, "batch_size").fill("7")
+    exact(page, "batch_size").press("Enter")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(batch_size=7, gradient_accumulation_steps=32))
+    page.get_by_role("button", name="Micro-batch: back to the config's value").click()
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(batch_size=12, gradient_accumulation_steps=32))
+
+
+def test_width_moves_in_whole_heads(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed())
+    slider(page, "n_embd").press("ArrowRight")
+    expect(exact(page, "n_head").first).to_have_value("13")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(n_embd=832, n_head=13))
+
+
+def test_what_only_oomph_train_does_changes_its_plan_alone(open_page: OpenPage) -> None:
+    page = open_page(TOO_LARGE)
+    expect(verdict(page, "oomph")).to_contain_text("fits")
+    slider(page, "checkpoint_layers").press("End")
+    keys = {"batch_size": 16, "gradient_accumulation_steps": 32}
+    expect(verdict(page, "oomph")).to_contain_text(needed("oomph", **keys, checkpoint_layers=12))
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(**keys))
+
+
+def test_what_is_wrong_is_said_where_it_is_and_the_last_plan_stays(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed())
+    exact(page, "n_layer").fill("-3")
+    exact(page, "n_layer").press("Enter")
+    expect(page.locator(".knob[data-key=n_layer] .problem")).to_contain_text("-3")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed())
+    expect(page.locator(".results.stale")).to_have_count(1)
+
+
+def test_an_unknown_card_offers_the_nearest(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4079")
+    page.locator("section[aria-label=Card] .problem button").click()
+    expect(verdict(page, "nanogpt")).to_contain_text("MiB")
+    expect(page.get_by_role("combobox", name="Card")).not_to_have_value("RTX 4079")
+
+
+def test_a_dropped_config_is_planned(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed())
+    config = (EXAMPLES / "fineweb_40m.py").read_text()
+    drop(page, "fineweb_40m.py", config)
+    expected = oomph.plan(EXAMPLES / "fineweb_40m.py", "RTX 4070")
+    expect(verdict(page, "nanogpt")).to_contain_text(f"{expected.memory.total_mib:,.0f}")
+    expect(page.locator(".results")).to_contain_text("2.85")  # passes over its data
+
+
+def test_a_pasted_config_is_data_and_its_mistake_has_a_line(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed())
+    page.get_by_role("button", name="paste or edit").click()
+    page.get_by_label("Config text").fill("n_layer = 6\nn_head = '<img src=x onerror=alert(1)>'\n")
+    expect(page.locator("section[aria-label=Config] .problem")).to_contain_text("<img src=x onerror=alert(1)>")
+    expect(page.locator("section[aria-label=Config] .problem")).to_contain_text(":2")
+    page.get_by_label("Config text").fill("n_layer = 6\n")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(n_layer=6))
+
+
+def test_a_plan_is_a_link(open_page: OpenPage) -> None:
+    page = open_page(TOO_LARGE)
+    expect(verdict(page, "nanogpt")).to_contain_text("does not fit")
+    page.get_by_role("button", name="paste or edit").click()
+    page.get_by_label("Config text").fill("n_layer = 7  # of my own\n")
+    verdict(page, "oomph").click()
+    slider(page, "block_size").press("ArrowLeft")
+    keys = {"n_layer": 7, "block_size": 768, "batch_size": 16, "gradient_accumulation_steps": 32}
+    expect(verdict(page, "oomph")).to_contain_text(needed("oomph", **keys))
+    page.wait_for_url(re.compile("trainer=oomph.*block_size=768"))
+    again = open_page("#" + page.url.partition("#")[2])
+    expect(verdict(again, "oomph")).to_contain_text(needed("oomph", **keys))
+    expect(verdict(again, "oomph").locator("input")).to_be_checked()
+    again.get_by_role("button", name="paste or edit").click()
+    expect(again.get_by_label("Config text")).to_have_value("n_layer = 7  # of my own\n")
+
+
+def test_the_timeline_is_read_by_pointer_and_by_keys(open_page: OpenPage) -> None:
+    page = open_page(TOO_LARGE)
+    chart = page.locator(".timeline svg")
+    chart.hover()
+    expect(page.locator(".tip")).to_contain_text("MiB")
+    page.mouse.move(0, 0)
+    chart.focus()
+    chart.press("ArrowRight")
+    expect(page.locator(".tip .tip-title")).to_contain_text("loss")
+
+
+def test_fit_is_sorted_and_a_row_is_taken_over_and_downloaded(open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page(TOO_LARGE.replace("plan", "fit"))
+    best = page.locator(".options tr.best")
+    expect(best).to_contain_text("best", timeout=60_000)
+    page.get_by_role("button", name="Memory, MiB").click()
+    figures = [int(text.replace(",", "")) for text in page.locator(".options td.memory").all_inner_texts()]
+    assert len(figures) > 5 and figures == sorted(figures)
+    need = best.locator("td.memory").inner_text()
+    with page.expect_download() as caught:
+        best.click()
+    saved = tmp_path / caught.value.suggested_filename
+    caught.value.save_as(saved)
+    assert f"{oomph.plan(saved, 'RTX 4070').memory.total_mib:,.0f}" == need
+    expect(page).to_have_title("Plan · oomph")
+    expect(page.locator(".verdict.chosen")).to_contain_text(need)
+    expect(page.locator(".verdict.chosen")).to_contain_text("fits")
+    page.get_by_role("button", name="undo").click()
+    expect(verdict(page, "nanogpt")).to_contain_text("does not fit")
+
+
+def test_an_out_of_memory_message_is_explained_and_leads_to_a_plan(open_page: OpenPage) -> None:
+    page = open_page("#explain")
+    page.get_by_placeholder("paste here").fill((EXAMPLES / "out_of_memory.log").read_text())
+    page.get_by_label("Card, where").fill("RTX 4070")
+    page.get_by_role("button", name="Explain", exact=True).click()
+    expect(page.locator(".finding.error")).to_contain_text("The card ran out of memory", timeout=60_000)
+    expect(page.locator(".options tbody tr").first).to_be_visible()
+    page.get_by_role("button", name="Open in Plan").click()
+    keys = {"batch_size": 16, "gradient_accumulation_steps": 32}
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(**keys))
+
+
+def test_text_that_says_nothing_is_refused_in_words(open_page: OpenPage) -> None:
+    page = open_page("#explain")
+    page.get_by_placeholder("paste here").fill("hello")
+    page.get_by_role("button", name="Explain", exact=True).click()
+    expect(page.locator(".paste .problem, .finding")).not_to_have_count(0)

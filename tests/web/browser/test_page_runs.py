@@ -1,0 +1,113 @@
+"""Runs in the browser: a real training appears and grows while one watches; runs beside each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from browser_helpers import OpenPage
+from playwright.sync_api import Page, expect
+from web_helpers import running
+
+pytestmark = pytest.mark.slow
+MANY = 1_000_000
+KEYS = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 8, "gradient_accumulation_steps": 1}
+
+
+@contextmanager
+def training(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`oomph train` on a little text, in a process of its own, for as long as it is let."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(4000)))
+    make = [sys.executable, "-m", "oomph", "data", str(text), "--out", str(folder / "data"), "--tokenizer", "bytes"]
+    subprocess.run(make, check=True, capture_output=True)
+    keys = {
+        **KEYS,
+        "max_iters": MANY,
+        "lr_decay_iters": MANY,
+        "warmup_iters": 5,
+        "eval_interval": 50,
+        "eval_iters": 2,
+    }
+    keys |= {
+        "log_interval": 2,
+        "device": "cpu",
+        "dataset": str(folder / "data"),
+        "out_dir": str(folder / "out" / "live"),
+    }
+    command = [sys.executable, "-m", "oomph", "train", *(f"--{key}={value}" for key, value in keys.items())]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    process = subprocess.Popen(command, **quiet)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def last_step(page: Page) -> int:
+    """The step the page says the run is at."""
+    return int(page.locator(".run-head").get_attribute("data-step") or 0)
+
+
+def test_a_training_appears_by_itself_and_grows(open_page: OpenPage, tmp_path: Path) -> None:
+    with running(tmp_path / "out") as server:
+        page = open_page("#runs", url=server.url)
+        expect(page.locator(".run-list")).to_contain_text("None yet")
+        with training(tmp_path) as process:
+            expect(page.locator("[data-run=live]")).to_be_visible(timeout=90_000)
+            expect(page.locator(".run-head .state")).to_have_text("running", timeout=60_000)
+            page.locator(".plot canvas").first.wait_for()
+            seen = last_step(page)
+            page.wait_for_function("seen => document.querySelector('.run-head').dataset.step > seen", arg=seen)
+            expect(page.locator(".tiles")).to_contain_text("left")  # how long, at this pace
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+            expect(page.locator(".run-head .state")).to_have_text("stopped", timeout=30_000)
+        page.close()  # before its server is gone
+
+
+def test_one_run_stands_against_its_plan(open_page: OpenPage) -> None:
+    page = open_page("#runs?run=a")
+    expect(page.locator(".tiles")).to_contain_text("plan")
+    expect(page.locator(".plot canvas")).to_have_count(6)
+    expect(page.locator(".plot", has_text="Throughput").locator(".legend")).to_contain_text("278")
+
+
+def test_plots_run_over_steps_tokens_hours_and_flops(open_page: OpenPage) -> None:
+    page = open_page("#runs?run=a")
+    plot = page.locator(".plot").first
+    for axis, unit in (("tokens", "tokens"), ("hours", "s"), ("flops", "FLOP"), ("step", "step")):
+        page.locator(f".choice[data-name=axis] input[value={axis}]").check()
+        plot.locator(".u-over").hover()
+        expect(plot.locator(".where")).to_contain_text(unit)
+    expect(plot.locator(".legend")).to_contain_text("train")
+
+
+def test_smoothing_keeps_the_raw_line_and_changes_the_figure(open_page: OpenPage) -> None:
+    page = open_page("#runs?run=a")
+    legend = page.locator(".plot").first.locator(".legend")
+    expect(legend).to_contain_text("0.3333")
+    page.locator(".choice[data-name=smoothing] input[value='0.95']").check()
+    expect(legend).not_to_contain_text("0.3333")
+
+
+def test_two_runs_are_compared(open_page: OpenPage) -> None:
+    page = open_page("#runs?run=a")
+    expect(page.locator(".tiles")).to_be_visible()
+    page.get_by_label("compare b").check()
+    expect(page.locator(".run-head")).to_contain_text("2 runs")
+    expect(page.locator(".plot").first.locator(".legend")).to_contain_text("a, val")
+    expect(page.locator(".verdict-list")).to_contain_text("final loss", timeout=60_000)
+    page.wait_for_url("**/#runs?run=a&run=b")
+
+
+def test_a_run_that_is_gone_is_named(open_page: OpenPage) -> None:
+    page = open_page("#runs?run=gone")
+    expect(page.locator(".watched .problem")).to_contain_text("gone")

@@ -1,0 +1,207 @@
+"""The API gives what the command line's --json gives, and says what is wrong in the same words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+import oomph
+from oomph import config as configs
+from oomph.config import KEYS
+from oomph.web.answers import answer
+
+CARD = "RTX 4070"
+QUESTION = {"preset": "gpt2", "gpu": CARD, "set": {"batch_size": 8, "gradient_accumulation_steps": 64}}
+
+
+def ask(client: httpx.Client, verb: str, **question: object) -> dict[str, object]:
+    reply = client.post(f"/api/{verb}", json=question)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def problems(client: httpx.Client, verb: str, **question: object) -> list[dict[str, str]]:
+    reply = client.post(f"/api/{verb}", json=question)
+    assert reply.status_code == 400, reply.text
+    return reply.json()["problems"]
+
+
+def test_a_plan_is_that_of_the_python_api_for_both_trainers(client: httpx.Client) -> None:
+    told = ask(client, "plan", **QUESTION)
+    loaded = configs.load(["gpt2"], [("batch_size", "8", ""), ("gradient_accumulation_steps", "64", "")])
+    asked = oomph.plan(loaded, CARD)
+    other = oomph.plan(configs.with_trainer(loaded, "oomph"), CARD)
+    for name, plan in (("plan", asked), ("other", other)):
+        expected = json.loads(msgspec.json.encode(plan.to_dict()))
+        del expected["config"]["sources"], told[name]["config"]["sources"]
+        assert told[name] == expected
+
+
+def test_the_timeline_is_fullest_at_the_peak_and_stays_small(client: httpx.Client) -> None:
+    told = ask(client, "plan", **QUESTION)
+    for plan, timeline in (("plan", "timeline"), ("other", "other_timeline")):
+        found = told[timeline]
+        allocated = round(told[plan]["memory"]["allocated_mib"] * 2**20)
+        assert max(size for _, size in found["points"]) == found["peak"]["bytes"]
+        assert found["peak"]["bytes"] == pytest.approx(
+            allocated, rel=0.02
+        )  # the allocator may keep the tail of a block
+        assert [found["peak"]["index"], found["peak"]["bytes"]] in found["points"]
+        assert len(found["points"]) == len(found["ops"]) <= 320 < found["length"]
+        assert all(len(column) == len(found["points"]) for column in found["kinds"].values())
+        stacked = [sum(sizes) for sizes in zip(*found["kinds"].values(), strict=True)]
+        assert all(stack <= size for stack, (_, size) in zip(stacked, found["points"], strict=True))
+        assert [phase["start"] for phase in found["phases"][1:]] == [phase["end"] for phase in found["phases"][:-1]]
+        assert found["phases"][-1]["end"] == found["length"]
+
+
+def test_the_peak_names_its_holders_layers_taken_together(client: httpx.Client) -> None:
+    holders = ask(client, "plan", **QUESTION)["timeline"]["peak"]["holders"]
+    assert holders[0]["name"] == "logits"
+    assert any(holder["name"].startswith("h.*.") and holder["count"] == 12 for holder in holders)
+
+
+def test_the_summary_has_a_verdict_and_a_bar_for_each_trainer(client: httpx.Client) -> None:
+    summary = ask(client, "plan", **QUESTION)["summary"]
+    assert [verdict["program"] for verdict in summary["verdicts"]] == ["nanoGPT", "oomph train"]
+    assert all(sum(size for _, size in bar["parts"]) == pytest.approx(bar["total_mib"]) for bar in summary["bars"])
+
+
+def test_the_report_is_the_markdown_of_the_command_line(client: httpx.Client) -> None:
+    text = ask(client, "report", **QUESTION)["markdown"]
+    assert text.startswith("## GPT") and "returns the loss alone" in text
+
+
+def test_a_pasted_config_is_read_with_its_own_lines(client: httpx.Client) -> None:
+    config = "batch_size = 4\nn_layer = 6\nn_head = 6\nn_embd = 96 * 4\n"
+    told = ask(client, "plan", config=config, filename="C:\\mine\\run.py", gpu=CARD)["plan"]["config"]
+    assert (told["batch_size"], told["n_embd"]) == (4, 384)
+    assert told["sources"]["n_embd"] == "run.py:4"
+
+
+def test_a_pasted_toml_is_for_our_trainer(client: httpx.Client) -> None:
+    told = ask(client, "plan", config="n_layer = 4\ncompile = true\n", gpu=CARD)["plan"]["config"]
+    assert (told["n_layer"], told["trainer"]) == (4, "oomph")
+
+
+def test_a_pasted_config_is_never_run(client: httpx.Client, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    config = f"open({str(trace)!r}, 'w').write('x')\n__import__('os').system('touch {trace}')\nbatch_size = 4\n"
+    assert ask(client, "plan", config=config, gpu=CARD)["plan"]["config"]["batch_size"] == 4
+    assert not trace.exists()
+
+
+def test_a_config_from_a_stranger_does_not_look_around_on_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(bytes(2000))
+    body = msgspec.json.encode({"gpu": CARD, "set": {"dataset": str(tmp_path), "n_layer": 1}})
+    status, told = answer("plan", body, ".")
+    assert status == 200 and "dataset_tokens" not in json.loads(told)["plan"]["data"]
+
+
+def test_a_plain_dataset_below_the_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    (tmp_path / "data" / "mine" / "train.bin").write_bytes(bytes(2000))
+    monkeypatch.chdir(tmp_path)
+    body = msgspec.json.encode({"gpu": CARD, "set": {"dataset": "mine", "n_layer": 1}})
+    assert json.loads(answer("plan", body, ".")[1])["plan"]["data"]["dataset_tokens"] == 1000
+
+
+def test_every_problem_comes_at_once_each_with_its_place(client: httpx.Client) -> None:
+    found = problems(client, "plan", config="n_layer = 0\n", filename="r.py", set={"dtype": "bf16"}, gpu="RTX 4071")
+    assert [problem["where"] for problem in found[:2]] == ["r.py:1", "set.dtype"]
+    assert found[1]["nearest"] == "bfloat16" and len(found) == 3 and "4070" in found[2]["nearest"]
+
+
+@pytest.mark.parametrize(
+    ("question", "where"),
+    [
+        ({"set": {"batch_sise": 1}}, "set.batch_sise"),
+        ({"preset": "../../etc/passwd"}, "preset"),
+        ({"gpu": " "}, "gpu"),
+        ({"config": "n_layer = 1\0"}, "config"),
+        ({"colour": 1}, "body"),
+        ({"step_ms": 0}, "step_ms"),
+        ({"step_ms": 5e-324}, "step_ms"),
+        ({"set": {"wandb_project": False}}, "set.wandb_project"),
+        ({"set": {"dataset": None}}, "set.dataset"),
+        ({"set": {"batch_size": True}}, "set.batch_size"),
+        ({"reserve_mib": "much"}, "reserve_mib"),
+        ({"currency": "EUR"}, "currency"),
+    ],
+)
+def test_what_is_wrong_is_named(client: httpx.Client, question: dict[str, object], where: str) -> None:
+    assert problems(client, "plan", **({"gpu": CARD} | question))[0]["where"] == where
+
+
+def test_a_card_may_be_given_by_numbers(client: httpx.Client) -> None:
+    told = ask(client, "plan", gpu="mine", gpu_mib=16000, gpu_tflops=50, gpu_gbs=500, gpu_watts=200)["plan"]
+    assert told["device"]["memory_mib"] == 16000 and told["time"]["step_ms"] > 0
+
+
+def test_a_fit_is_that_of_the_python_api(client: httpx.Client) -> None:
+    small = {"n_layer": 2, "n_head": 2, "n_embd": 128, "batch_size": 4, "gradient_accumulation_steps": 2}
+    told = ask(client, "fit", gpu=CARD, set=small)
+    expected = oomph.fit(small, CARD)
+    assert told["verdict"] == expected.verdict
+    assert [option["changes"] for option in told["options"]] == [option.changes for option in expected.options]
+
+
+def test_an_option_taken_over_changes_only_its_lines_of_the_pasted_config(client: httpx.Client) -> None:
+    config = "# mine\nbatch_size = 16  # too many\nn_layer = 2\n"
+    told = ask(client, "config", config=config, filename="run.py", gpu=CARD, changes={"batch_size": 8})
+    assert told == {"name": "run.py", "text": "# mine\nbatch_size = 8   # too many\nn_layer = 2\n"}
+
+
+@pytest.mark.parametrize("kind", ["py", "toml"])
+def test_a_preset_with_changes_is_written_as_a_file_that_reads_back(client: httpx.Client, kind: str) -> None:
+    changes = {"batch_size": 3, "trainer": "oomph", "loss_chunk": 1024}
+    told = ask(client, "config", preset="gpt2-medium", gpu=CARD, changes=changes, format=kind)
+    assert told["name"] == f"gpt2-medium.{kind}"
+    read = configs.load([configs.Pasted(told["name"], told["text"])]).config
+    assert (read.n_layer, read.batch_size, read.trainer, read.loss_chunk) == (24, 3, "oomph", 1024)
+
+
+def test_a_pasted_error_message_is_explained(client: httpx.Client) -> None:
+    text = Path("examples/out_of_memory.log").read_text()
+    told = ask(client, "explain", text=text, fixes=False)
+    assert any(finding["severity"] == "error" for finding in told["findings"])
+    assert told["report"].startswith("## ") and told["fixes"] == []
+
+
+def test_what_is_given_beside_a_log_counts(client: httpx.Client) -> None:
+    told = ask(client, "explain", text="iter 1: loss 5.0, time 100.00ms", config="n_layer = 3\n", set={"n_head": 3})
+    settings = told["run"]["config"]
+    assert (settings["n_layer"]["value"], settings["n_head"]["value"]) == (3, 3)
+    assert settings["n_head"]["how"] == "given"
+
+
+def test_runs_are_compared_by_name(client: httpx.Client) -> None:
+    told = ask(client, "compare", runs=["a", "b"], gpu=CARD)
+    assert told["runs"] == ["a", "b"] and told["metrics"]["steps"]["values"] == [30, 20]
+
+
+def test_comparing_a_run_that_is_not_there_is_a_404(client: httpx.Client) -> None:
+    reply = client.post("/api/compare", json={"runs": ["a", "bb"]})
+    assert reply.status_code == 404 and reply.json()["problems"][0]["nearest"] == "b"
+
+
+def test_the_tables_have_every_preset_card_and_key(client: httpx.Client) -> None:
+    assert [preset["name"] for preset in client.get("/api/presets").json()] == list(configs.PRESETS)
+    assert any(card["name"] == "GeForce RTX 4070" for card in client.get("/api/gpus").json())
+    keys = client.get("/api/keys").json()
+    assert tuple(key["name"] for key in keys) == KEYS and all(key["help"] and key["allowed"] for key in keys)
+
+
+def test_this_machine_is_told(client: httpx.Client) -> None:
+    told = client.get("/api/machine").json()
+    assert told["version"] == oomph.__version__ and told["gpu"]["kind"] in ("cuda", "cpu", "rocm", "mps")
+
+
+@pytest.mark.slow
+def test_an_absurd_run_is_answered_or_refused_but_never_hangs(client: httpx.Client) -> None:
+    reply = client.post("/api/plan", json={"gpu": CARD, "set": {"n_layer": 1000, "batch_size": 1_000_000}})
+    assert reply.status_code in (200, 400)

@@ -1,0 +1,237 @@
+"""The server itself: its port, its workers, its end, and the page it ships."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from web_helpers import Running, running, write_run
+
+from oomph.cli.main import main
+from oomph.web.app import KEPT_ANSWERS, Answers
+from oomph.web.pool import GoneError, Pool, TooBusyError, TooLongError
+from oomph.web.server import DEFAULT_PORT, Address, is_loopback, listen
+from oomph.web.static import Static
+from oomph.web.worker import Answer
+
+FIRST_LOAD_BYTES = 300_000
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+def test_ctrl_c_ends_it_at_once_even_with_a_stream_open_and_leaves_no_process(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    with running(tmp_path) as server, server.client.stream("GET", "/api/runs/a/events") as reply:
+        next(reply.iter_lines())
+        workers = children(server.process.pid)
+        began = time.monotonic()
+        assert server.interrupt() == 130
+        assert time.monotonic() - began < 10
+    assert len(workers) >= 2
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_workers_end_when_the_server_is_killed(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        server.client.get("/api/runs")
+        workers = children(server.process.pid)
+        server.process.kill()
+        server.process.wait()
+        for _ in range(100):
+            if not any(Path(f"/proc/{worker}").exists() for worker in workers):
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("a worker outlived its server")
+
+
+def test_where_our_port_is_taken_another_is_chosen() -> None:
+    with listen("127.0.0.1", None) as first:
+        first.listen()
+        with listen("127.0.0.1", None) as second:
+            assert second.getsockname()[1] not in (first.getsockname()[1], DEFAULT_PORT)
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--no_browser", "--port", str(port)]) == 2
+    assert f"--port {port}: cannot be listened at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--port", "99999"], ["--port", "x"], ["--host", "no.such.host.invalid"], ["--runs", __file__], ["x"]]
+)
+def test_wrong_arguments_are_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--no_browser", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("ERROR: ")
+
+
+def test_planning_through_the_server_never_imports_torch() -> None:
+    code = """
+import sys
+import oomph.web.server
+from oomph.web.answers import answer
+for verb, body in (("plan", b'{"gpu": "T4"}'), ("explain", b'{"text": "iter 1: loss 2", "fixes": false}')):
+    assert answer(verb, body, ".")[0] == 200
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("example.org", False)],
+)
+def test_which_addresses_only_this_machine_reaches(host: str, alone: bool) -> None:
+    assert is_loopback(host) is alone
+
+
+def test_the_address_to_open_names_the_machine_and_the_token() -> None:
+    assert Address("::1", 80, None).url == "http://[::1]:80/"
+    assert Address("0.0.0.0", 80, "t").url == f"http://{socket.gethostname()}:80/?token=t"
+
+
+def test_the_same_question_is_answered_once_and_kept(server: Running) -> None:
+    question = {"gpu": "RTX 4070", "set": {"n_layer": 5, "n_embd": 120, "n_head": 5}}
+    replies: list[bytes] = []
+    asking = [
+        threading.Thread(target=lambda: replies.append(httpx.post(f"{server.url}/api/plan", json=question).content))
+        for _ in range(6)
+    ]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len(replies) == 6 and len(set(replies)) == 1
+
+
+def test_a_long_answer_is_compressed_for_who_can_read_that(client: httpx.Client) -> None:
+    question = {"gpu": "RTX 4070", "set": {"n_layer": 3}}
+    packed = client.post("/api/plan", json=question)
+    plain = client.post("/api/plan", json=question, headers={"accept-encoding": "identity"})
+    assert packed.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
+    assert int(packed.headers["content-length"]) < len(plain.content) / 2 and packed.json() == plain.json()
+
+
+def test_kept_answers_are_bounded() -> None:
+    answers = Answers()
+    for at in range(KEPT_ANSWERS + 10):
+        answers.put(("plan", b"%d" % at), Answer(200, b"x" * 1000))
+    assert answers.get(("plan", b"0")) is None and answers.get(("plan", b"%d" % KEPT_ANSWERS)) is not None
+    answers.put(("fit", b""), Answer(200, b"x" * 70 * 2**20))
+    assert answers.get(("fit", b"")) is None
+
+
+def test_a_question_that_takes_too_long_is_ended_and_the_next_is_answered(tmp_path: Path) -> None:
+    async def scene() -> None:
+        pool = Pool(2, str(tmp_path))
+        await pool.start()
+        try:
+            with pytest.raises(TooLongError):
+                await pool.ask("fit", b'{"gpu": "RTX 4070", "preset": "gpt2-xl"}', 0.05, True)
+            assert (await pool.ask("runs", b"", 60, False)).status == 200
+        finally:
+            await pool.close()
+
+    asyncio.run(scene())
+
+
+def test_heavy_questions_leave_a_worker_for_quick_ones(tmp_path: Path) -> None:
+    async def scene() -> None:
+        pool = Pool(2, str(tmp_path))
+        await pool.start()
+        try:
+            body = b'{"gpu": "RTX 4070", "preset": "gpt2-xl", "set": {"batch_size": %d}}'
+            heavy = [asyncio.create_task(pool.ask("fit", body % size, 120, True)) for size in (1, 2, 3)]
+            await asyncio.sleep(0.1)
+            assert (await pool.ask("runs", b"", 60, False)).status == 200
+            assert not any(task.done() for task in heavy[1:])
+            for task in heavy:
+                task.cancel()
+            await asyncio.gather(*heavy, return_exceptions=True)
+        finally:
+            await pool.close()
+
+    asyncio.run(scene())
+
+
+def test_too_long_a_line_is_turned_away_and_who_has_left_is_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oomph.web.pool.MAX_WAITING", 1)
+
+    async def left() -> bool:
+        return True
+
+    async def scene() -> None:
+        pool = Pool(2, str(tmp_path))
+        await pool.start()
+        try:
+            waiting = asyncio.create_task(pool.ask("runs", b"", 60, False, left))
+            await asyncio.sleep(0)
+            with pytest.raises(TooBusyError):
+                await pool.ask("runs", b"", 60, False)
+            with pytest.raises(GoneError):
+                await waiting
+        finally:
+            await pool.close()
+
+    asyncio.run(scene())
+
+
+def test_a_worker_that_dies_is_started_again(server: Running) -> None:
+    workers = children(server.process.pid)
+    for worker in workers:
+        subprocess.run(["kill", "-9", str(worker)], check=True)
+    time.sleep(0.2)
+    statuses = [server.client.get("/api/runs").status_code for _ in range(4)]
+    assert statuses[-1] == 200
+
+
+def test_the_page_loads_in_less_than_300_kb_and_from_nowhere_else(client: httpx.Client) -> None:
+    page = client.get("/", headers={"accept-encoding": "identity"})
+    assert page.headers["content-type"].startswith("text/html")
+    sent = 0
+    for name in Static().names():
+        if Path(name).suffix in (".html", ".js", ".css", ".svg", ".woff2"):
+            with client.stream("GET", f"/static/{name}", headers={"accept-encoding": "gzip"}) as reply:
+                assert reply.status_code == 200
+                sent += len(b"".join(reply.iter_raw()))
+    assert sent < FIRST_LOAD_BYTES
+
+
+def test_the_pages_inline_scripts_are_allowed_by_their_hash_alone(client: httpx.Client) -> None:
+    page = client.get("/")
+    inline = re.findall(r"<script(?![^>]*\bsrc=)[^>]*>", page.text)
+    assert page.headers["content-security-policy"].count("'sha256-") == len(inline)
+
+
+def test_a_file_that_has_not_changed_is_not_sent_again(client: httpx.Client) -> None:
+    first = client.get("/")
+    again = client.get("/", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "a.js").write_text("one")
+    static = Static(tmp_path)
+    assert static.serve("a.js", httpx.Headers()).body == b"one"
+    (tmp_path / "a.js").write_text("two two")
+    packed = static.serve("a.js", httpx.Headers({"accept-encoding": "gzip"}))
+    assert gzip.decompress(packed.body) == b"two two"
+    (tmp_path / "a.js").unlink()
+    assert static.serve("a.js", httpx.Headers()).status_code == 404
