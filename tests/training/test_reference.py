@@ -75,6 +75,7 @@ def test_twenty_steps_have_the_reference_losses(run: Train, data: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_compiled_trunk_has_the_reference_losses(run: Train, data: Path, tmp_path: Path) -> None:
-    run("run", max_iters=STEPS, compile=True, checkpoint_layers=1)
+@pytest.mark.parametrize("chunk", [16, 0])
+def test_a_compiled_model_has_the_reference_losses(run: Train, data: Path, tmp_path: Path, chunk: int) -> None:
+    run("run", max_iters=STEPS, compile=True, checkpoint_layers=1, loss_chunk=chunk)
     assert [loss for _, loss in losses(tmp_path / "run")] == pytest.approx(reference(data), abs=1e-5)

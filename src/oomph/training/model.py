@@ -1,7 +1,7 @@
 """GPT-2 as nanoGPT defines it: the same names, shapes and first weights, so that checkpoints go both ways.
 
 The model ends at the last layer norm. Head and loss are `oomph.training.loss`: a training step never makes the
-full logits. What torch.compile compiles is `GPT.trunk`.
+full logits, unless it is told to by `loss_chunk = 0`.
 """
 
 from __future__ import annotations

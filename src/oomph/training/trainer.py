@@ -80,7 +80,12 @@ class Trainer:
         half = config.autocast and config.dtype != "float32"
         self.half = DTYPES[config.dtype or "float32"] if half else None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
-        self.trunk: Callable[[Tensor], Tensor] = torch.compile(model.trunk) if config.compile else model.trunk
+        # A loss in chunks runs beside the compiled model; one that is made at once is compiled with it, and fused.
+        whole = config.compile and not config.loss_chunk
+        self._trunk: Callable[[Tensor], Tensor]
+        self._trunk = torch.compile(model.trunk) if config.compile and not whole else model.trunk
+        self._loss: Callable[[Tensor, Tensor], Tensor]
+        self._loss = torch.compile(self._eager_loss) if whole else self._eager_loss
         self.parameters = list(model.parameters())
         self.on_shrink = on_shrink
         self.stop_asked: Callable[[], bool] = lambda: False  # looked at between micro-steps
@@ -91,7 +96,10 @@ class Trainer:
     def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean loss of one batch."""
         with self._autocast():
-            return head_loss(self.trunk(x), self.model.lm_head.weight, y, self.config.loss_chunk or 0)
+            return self._loss(x, y)
+
+    def _eager_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return head_loss(self._trunk(x), self.model.lm_head.weight, y, self.config.loss_chunk or 0)
 
     def train_step(self) -> StepResult:
         """One optimizer step over the next windows.
