@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from oomph.devices import detect, find, rates
+from oomph.devices.busy import waited_s, waits_s
 from oomph.devices.cpu import read_cpu, usable_threads
 from oomph.devices.measure_cpu import measure
 
@@ -108,7 +111,10 @@ def test_the_environment_can_forbid_measuring(monkeypatch: pytest.MonkeyPatch, o
     assert not own_cache.exists()
 
 
-def test_measured_rates_are_kept_and_a_broken_file_is_replaced(own_cache: Path) -> None:
+def test_measured_rates_are_kept_and_a_broken_file_is_replaced(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rates, "BUSY", 100.0)  # whatever runs beside the tests
     kept = own_cache / "oomph" / "cpu.json"
     kept.parent.mkdir(parents=True)
     kept.write_bytes(b'{"half a fi\xff')
@@ -117,6 +123,25 @@ def test_measured_rates_are_kept_and_a_broken_file_is_replaced(own_cache: Path) 
     [entry] = json.loads(kept.read_text()).values()
     assert entry["tflops_fp32"] == device.tflops_fp32
     assert detect("cpu", measure=False).tflops_fp32 == device.tflops_fp32
+
+
+def test_rates_of_a_busy_machine_are_said_to_be_and_not_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = rates.CpuRates(0.1, None, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, waited=0.4)
+    monkeypatch.setattr(rates, "_measure", lambda _: measured)
+    device = detect("cpu")
+    assert device.tflops_fp32 == 0.1
+    assert any("Other programs had the CPU for 40% of the time" in note for note in device.notes)
+    assert not own_cache.exists()
+    monkeypatch.setattr(rates, "_measure", lambda _: replace(measured, waited=0.05))
+    assert not detect("cpu").notes
+    assert (own_cache / "oomph" / "cpu.json").exists()
+
+
+def test_what_waits_for_the_cpu_is_counted() -> None:
+    before = {**waits_s(), "a thread of before": 1.0}
+    assert before.keys() > {str(os.getpid())}
+    assert 0 <= waited_s(before) < 60
+    assert waited_s({thread: seconds - 2 for thread, seconds in before.items()}) >= 2
 
 
 def test_an_unwritable_cache_only_means_measuring_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from oomph.checking.wire import Job, Stepped
 from oomph.config import TrainConfig
+from oomph.devices.busy import waited_s, waits_s
 from oomph.training.distributed import Ranks
 from oomph.training.feed import Batch, Feed
 from oomph.training.model import GPT
@@ -72,10 +73,10 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.marks: list[float] = []
-        self.waited_s = 0.0
+        self.waits: dict[str, float] = {}
 
     def start(self) -> None:
-        self.waited_s = waited_s()
+        self.waits = waits_s()
         self.marks = [time.perf_counter()]
 
     def mark(self) -> None:
@@ -87,15 +88,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
         start, first, last = self.marks[0], self.marks[1], self.marks[-1]
         end_s = time.perf_counter() - last
-        return Stepped(step, first - start, last - first, end_s, loss, waited_s() - self.waited_s)
-
-
-def waited_s() -> float:
-    """Seconds in which this thread could have run and another program did, as Linux counts them; 0 elsewhere."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+        return Stepped(step, first - start, last - first, end_s, loss, waited_s(self.waits))
 
 
 class WithLoss(nn.Module):

@@ -17,6 +17,7 @@ from oomph.checking.wire import Done, Failed, Job, Stepped
 from oomph.config import LoadedConfig
 from oomph.data.manifest import find_dataset
 from oomph.devices import Device
+from oomph.devices.busy import BUSY
 from oomph.devices.rates import torch_version
 from oomph.devices.ratios import HIGHEST, LOWEST, Ratios
 from oomph.errors import InputError, Problem
@@ -26,7 +27,6 @@ from oomph.predict import cost
 STEPS = 5  # timed, after the first
 CPU_MICRO_STEPS = 2  # a first one and a later one: what a CPU needs minutes for is not done forty times
 WATCHED_STEPS = 1  # after the first: the optimizer's state is there from then on
-BUSY = 0.1  # a share of time waited for the CPU that makes a measured time somebody else's
 
 Tell = Callable[[str], None]
 

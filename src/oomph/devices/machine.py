@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from oomph.devices.busy import BUSY
 from oomph.devices.by_numbers import custom
 from oomph.devices.cpu import read_cpu
 from oomph.devices.device import Device
@@ -56,8 +57,13 @@ def this_cpu(measure: bool = True) -> Device:
     if rates is None:
         why = "was not measured." if torch_version() else "is not known: pip install 'oomph[train]' measures it."
         return replace(device, notes=(f"The CPU's speed {why}",))
+    busy = (
+        f"Other programs had the CPU for {rates.waited:.0%} of the time in which its speed was measured: it is faster "
+        "than this, and is measured again next time.",
+    )
     return replace(
         device,
+        notes=busy if rates.waited > BUSY else (),
         cpu_rates=rates,
         context_mib=round(rates.process_mib or 0),
         optimizer_mib=round(rates.optimizer_mib or 0),

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from oomph.devices.busy import waited_s, waits_s
+
 SIZE = 512  # a product of this size runs at the full rate, in a few milliseconds
 COPY_FLOATS = 2**24  # 64 MiB: well past the caches of a thread, and enough that each new tensor is made of new pages
 CACHED_FLOATS = 2**18  # 1 MiB: in a core's own cache
@@ -46,6 +48,7 @@ def measure(with_bf16: bool, budget_s: float = 0.2) -> dict[str, float | None]:
     from torch.nn import functional
 
     process_mib, optimizer_mib = _process_mib()  # before any tensor of size
+    waits, begun = waits_s(), time.perf_counter()
 
     def gemm_tflops(dtype: torch.dtype) -> float:
         a, b = torch.randn(SIZE, SIZE).to(dtype), torch.randn(SIZE, SIZE).to(dtype)
@@ -65,7 +68,7 @@ def measure(with_bf16: bool, budget_s: float = 0.2) -> dict[str, float | None]:
     large, one = torch.empty(COPY_FLOATS), torch.ones(1)
     new_s = best_s(lambda: torch.empty(COPY_FLOATS).zero_(), budget_s) - best_s(large.zero_, budget_s)
     tflops = gemm_tflops(torch.float32)
-    return {
+    found = {
         "process_mib": process_mib,
         "optimizer_mib": optimizer_mib,
         "tflops_fp32": tflops,
@@ -77,6 +80,7 @@ def measure(with_bf16: bool, budget_s: float = 0.2) -> dict[str, float | None]:
         "dispatch_s": best_s(lambda: one + one, budget_s / 4),
         "score_s": _score_s(tflops, budget_s),
     }
+    return {**found, "waited": waited_s(waits) / (time.perf_counter() - begun)}
 
 
 def _process_mib() -> tuple[float | None, float | None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from oomph.devices.busy import BUSY
 from oomph.errors import InputError
 
 
@@ -24,6 +25,7 @@ class CpuRates(msgspec.Struct, frozen=True):
     score_s: float  # one attention score, besides its matrix products
     process_mib: float | None = None  # Python with torch at work, before any tensor; None where the system is silent
     optimizer_mib: float | None = None  # what an optimizer of torch.optim adds: the machinery it imports
+    waited: float = 0.0  # the share of the measuring in which other programs had the CPU
 
 
 def cpu_rates(cpu_name: str, threads: int, has_bf16: bool, measure: bool = True) -> CpuRates | None:
@@ -40,6 +42,8 @@ def cpu_rates(cpu_name: str, threads: int, has_bf16: bool, measure: bool = True)
         measured = _measure(has_bf16) if measure else None
         if measured is None:
             return None
+        if measured.waited > BUSY:  # good for a plan that says so, not for all that follow
+            return measured
         kept[key] = measured
         _save(rates_file(), kept)
     return kept[key]
