@@ -1,9 +1,11 @@
-"""`oomph serve` under load: plan requests, many at once, each a different config unless told otherwise.
+"""`oomph serve` under load: plan requests, many at once.
 
     python benchmarks/serve_load.py [--requests 1000] [--at_once 16] [--url http://127.0.0.1:8642] [--json]
 
-Without --url it starts a server of its own. Three loads: the same question again and again; sliders, moved back and
-forth over a hundred settings; and every question new.
+Without --url it starts a server of its own. Three loads: `same`, one question again and again; `sliders`, moved back
+and forth over a hundred settings; and `distinct`, every question new, so that none is answered from what is kept.
+Beside the times stands the CPU that the server and its workers had for a request: on a machine that others use too it
+varies less than the times do, though it varies.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 CARDS = ("RTX 4070", "RTX 3090", "RTX 4090", "A100 SXM4 80GB", "T4")
@@ -82,13 +86,28 @@ async def client(host: str, port: int, questions: Iterator[dict[str, object]], t
     return failed
 
 
-async def measure(host: str, port: int, load: str, requests: int, at_once: int) -> dict[str, object]:
-    """One load: how long its requests took."""
+def cpu_s(pid: int) -> float | None:
+    """Seconds of CPU that a process and its children have had; None where /proc does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return own + sum(cpu_s(int(child)) or 0.0 for child in children)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+async def measure(
+    host: str, port: int, load: str, requests: int, at_once: int, server: int | None = None
+) -> dict[str, object]:
+    """One load: how long its requests took, and the CPU of the server with that process id."""
     questions = LOADS[load](requests)
     times_ms: list[float] = []
+    before = cpu_s(server) if server is not None else None
     began = time.perf_counter()
     failed = sum(await asyncio.gather(*(client(host, port, questions, times_ms) for _ in range(at_once))))
     took_s = time.perf_counter() - began
+    after = cpu_s(server) if server is not None else None
     ordered = sorted(times_ms)
     return {
         "load": load,
@@ -99,6 +118,8 @@ async def measure(host: str, port: int, load: str, requests: int, at_once: int) 
         "p99_ms": round(ordered[int(len(ordered) * 0.99)], 1),
         "worst_ms": round(ordered[-1], 1),
         "requests_per_s": round(len(ordered) / took_s, 1),
+        "cpu_ms": None if before is None or after is None else round((after - before) / len(ordered) * 1e3, 1),
+        "load_average": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
     }
 
 
@@ -122,13 +143,14 @@ def main() -> int:
         host, port = address.hostname or "", address.port or 80
         asyncio.run(measure(host, port, "same", 1, 1))  # its start is not what is measured
         for load in LOADS if options.load == "all" else [options.load]:
-            found = asyncio.run(measure(host, port, load, options.requests, options.at_once))
+            found = asyncio.run(measure(host, port, load, options.requests, options.at_once, server and server.pid))
             if options.json:
                 print(json.dumps(found))
             else:
                 print(
                     "{load:>9}: {requests} requests, {at_once} at once, {failed} failed; median {median_ms} ms, "
-                    "p99 {p99_ms} ms, worst {worst_ms} ms; {requests_per_s} a second".format(**found)
+                    "p99 {p99_ms} ms, worst {worst_ms} ms; {requests_per_s} a second, {cpu_ms} ms of CPU each; "
+                    "load average {load_average}".format(**found)
                 )
     finally:
         if server is not None:

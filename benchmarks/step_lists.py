@@ -8,6 +8,7 @@ CPU seconds of this process, since other programs may share the machine; a trace
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,13 @@ def spent(work: Callable[[], object], times: int = 1) -> float:
 
 
 def arithmetic(layers: int, compile_: bool) -> Callable[[], object]:
-    """A whole plan by arithmetic: both steps' lists, memory, allocator, time, money."""
-    return lambda: oomph.plan(KEYS | {"n_layer": layers, "compile": compile_}, "RTX 4090")
+    """A whole plan by arithmetic: both steps' lists, memory, allocator, time, money.
+
+    Of another batch size each time, for a plan that is asked for again is partly remembered.
+    """
+    sizes = itertools.count(16)
+    keys = KEYS | {"n_layer": layers, "compile": compile_}
+    return lambda: oomph.plan(keys | {"batch_size": next(sizes)}, "RTX 4090")
 
 
 def traces() -> dict[str, Callable[[], object]]:

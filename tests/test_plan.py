@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oomph
+from oomph.config import TrainConfig
+from oomph.planner import BESIDE_THE_STEP, _steps
 from oomph.report.summary import summarise
+from oomph.step import gpt
 
 # Three real runs on an RTX 4070: nanoGPT, vocabulary 50304, no biases, compiled.
 RUN_A = {
@@ -113,6 +117,14 @@ def test_reserving_memory_for_the_desktop_shrinks_the_capacity_by_as_much() -> N
     assert desktop.memory.capacity_mib == whole.memory.capacity_mib - 800
 
 
+@pytest.mark.parametrize(
+    "number", [{"step_ms": 5e-324}, {"step_ms": 0.0}, {"watts": float("nan")}, {"price_hour": -1.0}]
+)
+def test_a_number_that_cannot_be_is_refused_with_what_can(number: dict[str, Any]) -> None:
+    with pytest.raises(oomph.InputError, match="allowed: a number from"):
+        oomph.plan("gpt2", "RTX 4070", **number)
+
+
 def test_a_batch_that_does_not_fit_says_so_and_a_smaller_one_fits() -> None:
     large, small = (oomph.plan(RUN_C | {"batch_size": batch}, "RTX 4070") for batch in (64, 2))
     assert large.memory.fits is False
@@ -161,3 +173,33 @@ def test_a_plan_does_not_import_torch() -> None:
 
     code = "import sys, oomph; oomph.plan('gpt2', 'RTX 4070'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+OTHER_VALUES = {
+    "out_dir": "elsewhere", "eval_interval": 7, "log_interval": 7, "always_save_checkpoint": False, "wandb_log": True,
+    "wandb_project": "x", "wandb_run_name": "x", "dataset": "other", "learning_rate": 1.0, "max_iters": 7,
+    "decay_lr": False, "warmup_iters": 7, "lr_decay_iters": 7, "min_lr": 0.5, "dataset_tokens": 7, "seed": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_steps_are_told_apart_without_changes_none_of_them(compiled: bool) -> None:
+    def operations(config: TrainConfig) -> list[object]:
+        return [msgspec.to_builtins(gpt.build(config, True, first)) for first in (True, False)]
+
+    assert set(OTHER_VALUES) == set(BESIDE_THE_STEP)
+    keys = {"n_layer": 2, "n_head": 2, "n_embd": 64, "compile": compiled, "dtype": "bfloat16", "attention": "flash"}
+    settled = oomph.plan(keys, "RTX 4070").config
+    expected = operations(settled)
+    for key, value in OTHER_VALUES.items():
+        assert getattr(settled, key) != value
+        assert operations(msgspec.structs.replace(settled, **{key: value})) == expected, key
+
+
+def test_a_plan_after_others_of_the_same_steps_is_the_plan_made_first() -> None:
+    keys = {"n_layer": 2, "n_head": 2, "n_embd": 64, "batch_size": 64}
+    for card in ("RTX 4070", "A100 SXM4 80GB"):
+        later = oomph.plan(keys | {"max_iters": 5}, card).to_dict()
+        _steps.cache_clear()
+        assert oomph.plan(keys | {"max_iters": 5}, card).to_dict() == later
+        oomph.plan(keys, "T4")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,20 @@ DECIDED_BY_THE_MODEL = (
     "n_layer", "n_head", "n_embd", "vocab_size", "dropout", "bias", "tie_weights", "init_from", "return_logits",
     "loss_chunk", "checkpoint_layers",
 )  # fmt: skip
+
+
+# What changes neither an operation nor a buffer of a step.
+BESIDE_THE_STEP = (
+    "out_dir", "eval_interval", "log_interval", "always_save_checkpoint", "wandb_log", "wandb_project",
+    "wandb_run_name", "dataset", "learning_rate", "max_iters", "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr",
+    "dataset_tokens", "seed",
+)  # fmt: skip
+
+# A step is longer than a kernel's launch and shorter than a year; a board draws something.
+POSSIBLE = {"step_ms": (0.001, 3.2e10), "watts": (0.001, 1e6)}
+
+
+_Built = tuple[tuple[Parameter, ...], tuple[Step, Step], tuple[str, ...]]  # the first and a later step, and notes
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -135,9 +149,9 @@ def plan(
     price_kwh = _price_kwh(price_kwh, currency)
     loaded = configs.as_loaded(config)
     chosen = choose_device(device, loaded.config)
-    loaded = configs.settle(loaded, chosen)
+    loaded = configs.settle(loaded, chosen, own_model=model is not None)
     settled = loaded.config
-    parameters, steps = _traced(model, settled, chosen) if model else _by_arithmetic(settled, chosen)
+    parameters, steps, whose_tokens = _traced(model, settled, chosen) if model else _by_arithmetic(settled, chosen)
     counts = _model(parameters)
     compute, data = _compute(settled, steps[1], traced=model is not None), _data(settled, counts)
     times = clock.predict_times(steps[1], settled, chosen)
@@ -160,6 +174,7 @@ def plan(
             *devices.warnings(settled, chosen),
             *_remarks(loaded, chosen.kind != "cpu"),
             *(_not_used(loaded) if model else ()),
+            *whose_tokens,
         ),
         steps=running,
         traced=model,
@@ -170,10 +185,10 @@ def _check_numbers(**numbers: float | None) -> None:
     """Refuse what cannot be: a step of no time, memory or prices below nothing."""
     problems = []
     for name, value in numbers.items():
-        positive = name in ("step_ms", "watts")
-        least = "above 0" if positive else "of at least 0"
-        if value is not None and not (0 <= value < math.inf and (value or not positive)):
-            problems.append(Problem(name, "is out of range", found=str(value), allowed=f"a number {least}"))
+        least, most = POSSIBLE.get(name, (0.0, 1e12))
+        if value is not None and not least <= value <= most:
+            allowed = f"a number from {least:g} to {most:,.0f}"
+            problems.append(Problem(name, "is out of range", found=str(value), allowed=allowed))
     if problems:
         raise InputError(problems)
 
@@ -205,11 +220,17 @@ def choose_device(device: Device | str | None, config: TrainConfig) -> Device:
     return chosen
 
 
-def _by_arithmetic(config: TrainConfig, device: Device) -> tuple[tuple[Parameter, ...], tuple[Step, Step]]:
-    """nanoGPT's model: its parameters, and the run's first and a later step."""
-    on_gpu = device.kind != "cpu"
-    first, later = (gpt.build(config, on_gpu, first, device.capability) for first in (True, False))
-    return params.parameters(config), (first, later)
+def _by_arithmetic(config: TrainConfig, device: Device) -> _Built:
+    """nanoGPT's model."""
+    defaults = TrainConfig()
+    same = msgspec.structs.replace(config, **{key: getattr(defaults, key) for key in BESIDE_THE_STEP})
+    return _steps(same, device.kind != "cpu", device.capability)
+
+
+@lru_cache(maxsize=4)  # both trainers' steps serve many questions: another card, a price, more steps
+def _steps(config: TrainConfig, on_gpu: bool, capability: tuple[int, int] | None) -> _Built:
+    first, later = (gpt.build(config, on_gpu, first, capability) for first in (True, False))
+    return params.parameters(config), (first, later), ()
 
 
 def _with_optimizer(device: Device, config: TrainConfig) -> Device:
@@ -228,14 +249,19 @@ def _runs(steps: tuple[Step, Step], config: TrainConfig) -> tuple[Step, ...]:
     return (Step(steps[0].resident, evaluation),)
 
 
-def _traced(model: str, config: TrainConfig, device: Device) -> tuple[tuple[Parameter, ...], tuple[Step, Step]]:
-    """The same of a model of the user's own."""
+def _traced(model: str, config: TrainConfig, device: Device) -> _Built:
+    """A model of the user's own."""
     from oomph.step.user_model import trace_model  # imports torch
 
     found = trace_model(model, config, device.kind != "cpu", device.capability)
     buckets = gpt.gradient_buckets(config, found.parameters)
     first, later = (Step((*step.resident, *buckets), step.sections) for step in found.steps)
-    return found.parameters, (first, later)
+    if not found.own_inputs:
+        return found.parameters, (first, later), ()
+    shapes = " and ".join(str(shape) for shape in found.own_inputs)
+    counted = f"{config.batch_size} × {config.block_size}"
+    note = f"The model brings inputs of its own, {shapes}: tokens are counted as batch_size × block_size, {counted}"
+    return found.parameters, (first, later), (note,)
 
 
 def _model(parameters: Sequence[Parameter]) -> Model:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from oomph.config import DEFAULT_LOSS_CHUNK, from_dict, load, settle, with_trainer
+from oomph.config import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, from_dict, load, settle, with_trainer
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,12 @@ def test_a_card_without_bfloat16_gets_float16() -> None:
 
 def test_oomphs_trainer_returns_no_logits_and_chunks_the_loss() -> None:
     config = settle(from_dict({"trainer": "oomph"}), Card()).config
-    assert (config.return_logits, config.loss_chunk) == (False, DEFAULT_LOSS_CHUNK)
+    assert (config.return_logits, config.loss_chunk) == (False, COMPILED_LOSS_CHUNK)
+
+
+@pytest.mark.parametrize("keys", [{"compile": False}, {"dtype": "float32"}, {"autocast": False}])
+def test_where_a_logit_takes_more_or_no_chunk_is_summed_up_chunks_are_smaller(keys: dict[str, Any]) -> None:
+    assert settle(from_dict({"trainer": "oomph", **keys}), Card()).config.loss_chunk == DEFAULT_LOSS_CHUNK
 
 
 @pytest.mark.parametrize("device", [PROCESSOR, MAC])
@@ -79,7 +85,7 @@ def test_logits_and_chunks_are_decided_so_that_they_agree() -> None:
 def test_a_settled_config_can_be_settled_again_for_another_trainer() -> None:
     settled = settle(load(), Card())
     again = settle(with_trainer(settled, "oomph"), OLD_CARD).config
-    assert (again.dtype, again.loss_chunk) == ("float16", DEFAULT_LOSS_CHUNK)
+    assert (again.dtype, again.loss_chunk) == ("float16", COMPILED_LOSS_CHUNK)
 
 
 def test_an_old_card_takes_the_memory_efficient_kernel_and_says_why() -> None:

@@ -126,7 +126,7 @@ def test_measured_rates_are_kept_and_a_broken_file_is_replaced(
 
 
 def test_rates_of_a_busy_machine_are_said_to_be_and_not_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = rates.CpuRates(0.1, None, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, waited=0.4)
+    measured = rates.CpuRates(0.1, None, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, 1e-9, 7e-9, waited=0.4)
     monkeypatch.setattr(rates, "_measure", lambda _: measured)
     device = detect("cpu")
     assert device.tflops_fp32 == 0.1
@@ -147,7 +147,7 @@ def test_what_waits_for_the_cpu_is_counted() -> None:
 def test_an_unwritable_cache_only_means_measuring_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    measured = rates.CpuRates(0.1, None, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9)
+    measured = rates.CpuRates(0.1, None, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, 1e-9, 7e-9)
     monkeypatch.setattr(rates, "_measure", lambda _: measured)
     assert rates.cpu_rates("a CPU", 2, False) == measured
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomph.devices.rates import CpuRates
-from oomph.predict.cpu_kernels import NEW_PAGES_BYTES, attention_scores, cpu_op_seconds, stream_gbs
+from oomph.devices.rates import CpuRates, attention_scores
+from oomph.predict.cpu_kernels import KEPT_BYTES, OOMPH_KEPT_BYTES, cpu_op_seconds, stream_gbs
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 
 RATES = CpuRates(
@@ -17,8 +17,10 @@ RATES = CpuRates(
     cached_gbs=55.0,
     math_gbs=9.0,
     page_s_per_byte=6e-10,
-    dispatch_s=1.5e-6,
+    dispatch_s=1.2e-5,
     score_s=1.8e-9,
+    long_score_s=0.8e-9,
+    random_s=7e-9,
 )
 RATE = RATES.tflops_fp32 * 1e12
 
@@ -40,14 +42,32 @@ def test_an_activation_with_an_error_function_takes_longer_than_an_addition_of_a
 
 
 def test_a_large_new_tensor_is_paid_for_page_by_page_and_a_small_one_is_not() -> None:
-    plain = cpu_op_seconds(moving("add", 2**20), RATES, RATE)
-    assert cpu_op_seconds(moving("add", 2**20, NEW_PAGES_BYTES - 1), RATES, RATE) == plain
-    paid = cpu_op_seconds(moving("add", 2**20, NEW_PAGES_BYTES), RATES, RATE) - plain
-    assert paid == pytest.approx(NEW_PAGES_BYTES * RATES.page_s_per_byte)
+    size = OOMPH_KEPT_BYTES
+    kept = cpu_op_seconds(moving("add", 2**20, size), RATES, RATE, KEPT_BYTES)
+    returned = cpu_op_seconds(moving("add", 2**20, size), RATES, RATE, OOMPH_KEPT_BYTES)
+    assert returned - kept == pytest.approx(size * RATES.page_s_per_byte)
+
+
+def test_what_is_written_without_being_read_is_read_first() -> None:
+    in_place, anew = (cpu_op_seconds(moving("add", 2**20, size), RATES, RATE) for size in (0, 2**20))
+    assert anew - in_place == pytest.approx(2**20 / (RATES.cached_gbs * 1e9))
+
+
+def test_random_numbers_take_longer_than_the_bytes_they_fill() -> None:
+    mask, noise = (cpu_op_seconds(moving(name, 2**20, 2**20), RATES, RATE) for name in ("drop.out", "drop.noise"))
+    assert noise - mask == pytest.approx(2**18 * RATES.random_s)
+
+
+def test_a_product_packs_its_operands_besides() -> None:
+    flops = 2 * 64**3
+    product = Op("mm", Phase.FORWARD, kernel=Kernel.GEMM, shape=(1, 64, 64, 64), flops=flops, bytes_moved=2**20)
+    bare = Op("mm", Phase.FORWARD, kernel=Kernel.GEMM, shape=(1, 64, 64, 64), flops=flops)
+    packing_s = cpu_op_seconds(product, RATES, RATE) - cpu_op_seconds(bare, RATES, RATE)
+    assert packing_s == pytest.approx(2**20 / (RATES.copy_gbs * 1e9))
 
 
 def test_an_operation_on_nothing_still_takes_its_dispatch() -> None:
-    assert cpu_op_seconds(moving("add", 0), RATES, RATE) > RATES.dispatch_s
+    assert cpu_op_seconds(moving("add", 0), RATES, RATE) == RATES.dispatch_s
 
 
 @given(st.integers(1, 5000))

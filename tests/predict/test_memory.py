@@ -59,6 +59,11 @@ def test_the_peak_is_the_fullest_moment_and_names_who_holds_it(step: Step, round
     assert peak.op in peak.section.ops
 
 
+@given(st.lists(steps(), min_size=1, max_size=3))
+def test_the_peak_of_several_steps_is_the_fullest_ones(several: list[Step]) -> None:
+    assert find_peak(several) == max((find_peak(step) for step in several), key=lambda peak: peak.allocated_bytes)
+
+
 @given(steps())
 def test_the_shares_by_kind_sum_to_what_the_live_buffers_ask_for(step: Step) -> None:
     peak = find_peak(step)

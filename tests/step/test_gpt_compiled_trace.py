@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from real_compiled import measured_rise
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -128,30 +129,30 @@ def drawn(seed: int, checkpoints: bool = False) -> TrainConfig:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_arithmetic_is_within_one_percent_of_inductors_plan(seed: int) -> None:
-    assert_agrees(drawn(seed), first=seed % 4 == 0, evaluation=seed % 2 == 0)
+    assert_agrees(drawn(seed), first=seed % 4 == 0, evaluation=seed % 4 == 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", range(100, 106))
 def test_with_checkpointed_blocks_arithmetic_is_within_one_percent_of_inductors_plan(seed: int) -> None:
     assert_agrees(drawn(seed, checkpoints=True), evaluation=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("returns", [True, False])
-def test_arithmetic_is_within_one_percent_of_inductors_plan_for_the_cpu(returns: bool) -> None:
-    settings = config(dtype="float32", return_logits=returns, optimizer_loop="forloop", vocab_size=4096)
-    assert_agrees(settings, cuda=False)
+@pytest.mark.parametrize("seed", range(4))
+def test_arithmetic_is_within_one_percent_of_inductors_plan_for_the_cpu(seed: int) -> None:
+    on_cpu = {"dtype": "float32", "autocast": True, "optimizer_loop": "forloop", "dropout": 0.0, "attention": "flash"}
+    settings = replace(drawn(seed), **on_cpu, optimizer="adamw", return_logits=seed % 2 == 0)
+    assert_agrees(settings, cuda=False, evaluation=seed == 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("checkpointed", [0, 2, 3])
-@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize(("checkpointed", "returns"), [(0, True), (0, False), (2, True), (3, False)])
 def test_arithmetic_is_within_one_percent_at_gpt2s_own_width_and_vocabulary(checkpointed: int, returns: bool) -> None:
     gpt2 = {"n_head": 12, "n_embd": 768, "vocab_size": 50304, "block_size": 1024, "n_layer": 3, "batch_size": 16}
     assert_agrees(config(checkpoint_layers=checkpointed, return_logits=returns, **gpt2), evaluation=False)
@@ -159,15 +160,15 @@ def test_arithmetic_is_within_one_percent_at_gpt2s_own_width_and_vocabulary(chec
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("checkpointed", "within"), [(0, 0.01), (1, 0.01), (2, 0.01), (4, 0.04)])
-def test_checkpointed_blocks_are_close_to_a_real_compiled_step(checkpointed: int, within: float) -> None:
+@pytest.mark.parametrize("checkpointed", [2, 3, 4])
+def test_with_checkpointed_blocks_arithmetic_is_within_one_percent_of_a_real_compiled_step(checkpointed: int) -> None:
     settings = config(
         dtype="float32", return_logits=False, optimizer_loop="forloop", n_layer=4, checkpoint_layers=checkpointed
     )
     step = built(settings, cuda=False, first=True)
     weights = sum(buffer.bytes for buffer in step.resident if buffer.kind is Kind.PARAMETERS)
     predicted = max(size for name, size in peaks(step, 1).items() if name.startswith("micro")) - weights
-    assert predicted == pytest.approx(measured_rise(settings), rel=within)
+    assert predicted == pytest.approx(measured_rise(settings), rel=0.01)
 
 
 def test_checkpointed_blocks_cost_their_input_alone() -> None:
@@ -204,7 +205,7 @@ def compiled_part(step: Step, of_the_head: Callable[[str], bool]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("autocast", "checkpointed"), [(True, 0), (True, 3), (False, 0)])
+@pytest.mark.parametrize(("autocast", "checkpointed"), [(True, 3), (False, 0)])
 def test_before_a_chunked_loss_the_model_is_within_one_percent_of_inductors_plan(
     autocast: bool, checkpointed: int
 ) -> None:

@@ -80,6 +80,20 @@ def test_the_function_may_bring_its_own_inputs(file: Path) -> None:
     plan = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:with_inputs")
     small = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:build")
     assert plan.memory.allocated_mib < small.memory.allocated_mib
+    whose = "inputs of its own, (2, 5) and (2, 5): tokens are counted as batch_size × block_size, 4 × 16"
+    assert any(whose in note for note in plan.notes)
+    assert not any("inputs of its own" in note for note in small.notes)
+
+
+def test_the_optimizer_asked_for_is_kept_whoever_trains(file: Path) -> None:
+    def state_mib(trainer: str) -> float:
+        keys = SMALL | {"compile": False, "optimizer": "sgd", "trainer": trainer}
+        plan = oomph.plan(keys, "RTX 4070", model=f"{file}:build")
+        assert plan.config.optimizer == "sgd"
+        assert not any("has no optimizer" in note for note in plan.notes)
+        return {part.name: part.mib for part in plan.memory.breakdown}["optimizer state"]
+
+    assert state_mib("nanogpt") == state_mib("oomph")
 
 
 def test_what_the_model_prints_stays_out_of_the_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

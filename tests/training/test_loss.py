@@ -25,14 +25,47 @@ def gradients(loss: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, of)
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows=st.integers(1, 40), width=st.integers(1, 9), vocab=st.integers(1, 70), chunk=st.integers(1, 50))
-def test_loss_and_gradients_are_those_of_the_plain_path(rows: int, width: int, vocab: int, chunk: int) -> None:
+def held_against_the_plain_path(rows: int, width: int, vocab: int, chunk: int, compiled: bool) -> None:
     hidden, weight, targets = example(rows, width, vocab)
-    plain, chunked = plain_loss(hidden, weight, targets), chunked_loss(hidden, weight, targets, chunk)
+    plain, chunked = plain_loss(hidden, weight, targets), chunked_loss(hidden, weight, targets, chunk, compiled)
     torch.testing.assert_close(chunked, plain, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(gradients(chunked, hidden, weight), gradients(plain, hidden, weight), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        alone = chunked_loss(hidden, weight, targets, chunk, compiled)
+    torch.testing.assert_close(alone, plain, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 40), width=st.integers(1, 9), vocab=st.integers(1, 70), chunk=st.integers(1, 50))
+def test_loss_and_gradients_are_those_of_the_plain_path(rows: int, width: int, vocab: int, chunk: int) -> None:
+    held_against_the_plain_path(rows, width, vocab, chunk, compiled=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 40), width=st.integers(1, 9), vocab=st.integers(1, 70), chunk=st.integers(1, 50))
+def test_what_is_to_be_compiled_computes_the_same(rows: int, width: int, vocab: int, chunk: int) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        held_against_the_plain_path(rows, width, vocab, chunk, compiled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_it_computes_the_same_whatever_the_rows() -> None:
+    for rows, chunk in ((24, 8), (29, 8), (5, 8), (1, 8)):
+        held_against_the_plain_path(rows, 4, 50, chunk, compiled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_under_autocast_it_computes_the_same() -> None:
+    hidden, weight, targets = example(32, 8, 50)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        eager, compiled = (chunked_loss(hidden, weight, targets, 8, compiled) for compiled in (False, True))
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(gradients(compiled, hidden, weight), gradients(eager, hidden, weight), strict=True):
+        assert mine.dtype == theirs.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-4)  # bfloat16 rounds once more or less
 
 
 def test_the_incoming_gradient_scales_both_gradients() -> None:
@@ -60,6 +93,20 @@ def test_under_autocast_products_are_half_and_gradients_stay_float32(half: torch
     exact = plain_loss(hidden, weight, targets)
     torch.testing.assert_close(loss, exact, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(grad_weight, gradients(exact, weight)[0], rtol=0.1, atol=5e-3)
+
+
+def test_in_float16_no_words_gradient_is_lost() -> None:
+    """Spread over 4,000 words and divided by 8,192 rows, it would be below what float16 can say."""
+    hidden, weight, targets = example(8192, 2, 4000)
+    with torch.no_grad():
+        hidden *= 0.01
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = chunked_loss(hidden, weight, targets, 1024)
+    found, exact = (gradients(each, weight)[0] for each in (loss, plain_loss(hidden, weight, targets)))
+    unseen = torch.ones(4000, dtype=torch.bool)
+    unseen[targets] = False
+    assert unseen.sum() > 100
+    torch.testing.assert_close(found[unseen], exact[unseen], rtol=0.05, atol=1e-10)
 
 
 def test_pure_bfloat16_weights_get_bfloat16_gradients() -> None:

@@ -8,12 +8,16 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec.structs import replace
 from training_helpers import Train
 
-from oomph import runs
+from oomph import devices, plan, runs
 from oomph.errors import InputError
+from oomph.training.memory import MemoryMeter
 from oomph.training.metrics import Metrics
 from oomph.training.progress import Log, step_line
+from oomph.training.result import Held, hold_memory
 from oomph.training.tensorboard import crc32c, event
 
 
@@ -84,6 +88,26 @@ def test_a_runs_folder_is_read_by_the_runs_room(run: Train, tmp_path: Path) -> N
     run("run", eval_interval=3)
     found = runs.read(tmp_path / "run")
     assert found.steps.count == 6
+
+
+def test_memory_is_held_against_the_figure_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 120 * 2**20)
+    on_card = plan("gpt2", "RTX 4070")
+    allocated, reserved = hold_memory(on_card, MemoryMeter(torch.device("cuda")))
+    assert allocated == Held(on_card.memory.allocated_mib, 100)
+    assert reserved == Held(on_card.memory.reserved_mib, 120)
+
+
+def test_on_a_cpu_the_whole_process_is_held_against_the_plans_total() -> None:
+    on_cpu = plan({"n_layer": 1, "n_head": 1, "n_embd": 64}, replace(devices.find("RTX 4070"), kind="cpu"))
+    unmeasured = replace(on_cpu, memory=replace(on_cpu.memory, total_mib=50.0, context_mib=0.0))
+    meter = MemoryMeter(torch.device("cpu"))
+    known, nothing = hold_memory(on_cpu, meter)
+    assert known.predicted == on_cpu.memory.total_mib and nothing == Held(None, None)
+    assert known.actual is not None and known.actual >= meter.began_mib > 50
+    assert hold_memory(unmeasured, meter)[0].predicted == 50 + meter.began_mib
 
 
 class Terminal(io.StringIO):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import weakref
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from training_helpers import SMALL, Train, losses, weights, write_data
 
 from oomph.errors import InputError
 from oomph.training import checkpoint
+from oomph.training import trainer as trainer_module
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -42,6 +46,88 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_last_bit(
     run("parts", options={"resume": True}, max_iters=8, **keys)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "parts", tmp_path / "whole")
+
+
+class TwoParts(torch.Tensor):
+    """A tensor made of two, as torchao's 8-bit state is made of codes and scales."""
+
+    whole: torch.Tensor
+    rest: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor, rest: torch.Tensor) -> TwoParts:
+        made: TwoParts = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
+        made.whole, made.rest = whole, rest
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "rest"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], *_: Any) -> TwoParts:
+        return TwoParts(parts["whole"], parts["rest"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise NotImplementedError(func)
+
+
+class TwoPartMomentum(torch.optim.Optimizer):
+    """In the place of torchao's optimizer."""
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = TwoParts(torch.zeros_like(parameter), torch.zeros_like(parameter))
+                parts = state["exp_avg"]
+                now = 0.9 * (parts.whole + parts.rest) + parameter.grad
+                parts.whole.copy_(now.round())
+                parts.rest.copy_(now - parts.whole)
+                parameter.sub_(group["lr"] * now)
+
+
+def test_a_checkpoint_of_wrapped_optimizer_state_needs_no_library_to_be_read(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace(AdamW8bit=TwoPartMomentum))
+    run("whole", max_iters=6, optimizer="adamw8bit")
+    run("parts", max_iters=3, optimizer="adamw8bit")
+    state = checkpoint.load(checkpoint.saved(tmp_path / "parts")[-1])["optimizer"]["state"]
+    assert all(type(part) is torch.Tensor for entry in state.values() for part in entry["exp_avg"].values())
+    run("parts", options={"resume": True}, max_iters=6, optimizer="adamw8bit")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_while_a_resumed_run_trains_its_checkpoint_is_out_of_memory(
+    run: Train, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    run("run", max_iters=2, optimizer=optimizer)
+    load, head = checkpoint.load, trainer_module.head_loss
+    loaded: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def watched(path: Path) -> dict[str, Any]:
+        content = load(path)
+        loaded.extend(weakref.ref(tensor) for tensor in content["model"].values())
+        return content
+
+    def counting(*given: Any) -> torch.Tensor:
+        alive.append(sum(tensor() is not None for tensor in loaded))
+        return head(*given)
+
+    monkeypatch.setattr(checkpoint, "load", watched)
+    monkeypatch.setattr(trainer_module, "head_loss", counting)
+    run("run", options={"resume": True}, max_iters=3, optimizer=optimizer)
+    assert len(loaded) > 10 and set(alive) == {0}
 
 
 def test_resuming_needs_nothing_but_the_folder(run: Train, tmp_path: Path) -> None:

@@ -32,53 +32,72 @@ def test_killed_at_twenty_moments_the_losses_are_those_of_an_undisturbed_run(tmp
     program = KILLER.format(
         whole=arguments(data, tmp_path / "whole", **keys),
         killed=arguments(data, tmp_path / "killed", **keys),
-        kills=20,
-        folder=str(tmp_path / "killed" / "checkpoints"),
+        folder=str(tmp_path / "killed"),
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", program], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    kills, places = map(int, re.findall(r"kills (\d+) places (\d+)", done.stdout)[0])
-    assert kills == 20 and places >= 2  # the lives ended at different checkpoints; how many depends on the machine
+    kills, met = map(int, re.findall(r"kills (\d+) checkpoints (\d+)", done.stdout)[0])
+    assert kills >= 20 and met >= 8
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == 200
 
 
+# A life ends when the run has logged so many steps more than ever before, and a random moment after: how quick the
+# machine is does not matter. A draw of none ends it while it gets ready.
 KILLER = """
 import os, random, signal, sys, time
+from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from oomph.cli.train import run
 random.seed(1)
+folder = Path({folder!r})
 
-def live(argv, seconds):
+def begin(argv):
     child = os.fork()
     if child == 0:
         os._exit(run(argv))
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    return status
+    return child
 
-begun = time.monotonic()
-assert live({whole}, None) == 0
-length = time.monotonic() - begun
-kills, killed, places = 0, {killed}, set()
-share = length / 25
-finished = False
-while kills < {kills}:
-    again = os.path.isdir({folder!r}) and any(name.startswith("step_") for name in os.listdir({folder!r}))
-    more = ["--resume"] if again and not finished else ["--overwrite"]
-    status = live(killed + more, 0.05 + random.random() * 3 * share)
-    finished = not os.WIFSIGNALED(status)  # quicker than the first: it begins anew
-    if finished and status != 0:
+def logged():
+    try:
+        return (folder / "metrics.jsonl").read_bytes().count(b'"loss"')
+    except OSError:
+        return 0
+
+def newest():
+    return max((path.name for path in folder.glob("checkpoints/step_*.pt")), default=None)
+
+def how():
+    return "--resume" if newest() and not finished else "--overwrite"
+
+def live(argv, steps):
+    "Whether it was killed; what it ended with otherwise."
+    child, target = begin(argv), logged() + steps
+    pause = random.random() * (0.02 if steps else 0.5)
+    while logged() < target:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return False, status
+        time.sleep(0.001)
+    time.sleep(pause)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status), status
+
+assert os.waitpid(begin({whole}), 0)[1] == 0
+kills, met, finished = 0, set(), False
+while kills < 20 or len(met) < 8:
+    killed, status = live({killed} + [how()], random.randint(0, 12))
+    if not killed and status != 0:
         sys.exit(f"it ended with {{status}} after {{kills}} kills")
-    kills += not finished
-    places.add(max(os.listdir({folder!r}), default="") if os.path.isdir({folder!r}) else "")
-print("kills", kills, "places", len(places))
-assert live(killed + ["--resume"], None) == 0
+    finished = not killed  # before its time had come: it begins anew
+    kills += killed
+    met |= {{newest()}} - {{None}} if killed else set()
+print("kills", kills, "checkpoints", len(met))
+assert os.waitpid(begin({killed} + [how()]), 0)[1] == 0
 """
 
 
@@ -202,5 +221,7 @@ def test_the_memory_of_a_run_on_this_cpu_is_what_the_plan_said(tmp_path: Path) -
         [sys.executable, "-c", PROGRAM, *argv], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
     )
     memory = json.loads(done.stdout)["memory_mib"]
-    assert memory["predicted"] > 250
-    assert abs(memory["error"]) < 0.1, memory
+    tensors_mib = json.loads((tmp_path / "run" / "plan.json").read_text())["memory"]["allocated_mib"]
+    assert tensors_mib > 250
+    assert memory["predicted"] > tensors_mib + 100  # Python and torch are part of the process
+    assert memory["actual"] == pytest.approx(memory["predicted"], abs=0.1 * tensors_mib)

@@ -13,6 +13,8 @@ import oomph
 from oomph import config as configs
 from oomph.config import KEYS
 from oomph.web.answers import answer
+from oomph.web.halves import join
+from oomph.web.worker import HALVES
 
 CARD = "RTX 4070"
 QUESTION = {"preset": "gpt2", "gpu": CARD, "set": {"batch_size": 8, "gradient_accumulation_steps": 64}}
@@ -39,6 +41,29 @@ def test_a_plan_is_that_of_the_python_api_for_both_trainers(client: httpx.Client
         expected = json.loads(msgspec.json.encode(plan.to_dict()))
         del expected["config"]["sources"], told[name]["config"]["sources"]
         assert told[name] == expected
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        QUESTION,
+        {"gpu": "T4", "trainer": "oomph", "set": {"n_layer": 2, "compile": False}},
+        {"gpu_mib": 8192, "set": {"n_layer": 2}},
+    ],
+)
+def test_two_workers_tell_of_a_plan_what_one_does(question: dict[str, object]) -> None:
+    body = json.dumps(question).encode()
+    whole, *halves = (answer(verb, body, ".") for verb in ("plan", *HALVES))
+    assert [status for status, _ in (whole, *halves)] == [200] * 3
+    told = [json.loads(whole[1]), json.loads(join(*(half for _, half in halves)).plain())]
+    for pace in [pace for each in told for pace in each["summary"]["paces"]]:
+        del pace["finish"]  # a time of the day
+    assert told[0] == told[1]
+
+
+def test_what_is_wrong_with_a_plan_is_told_by_both_halves_alike() -> None:
+    body = b'{"gpu": "RTX 9999", "set": {"n_layer": 0}}'
+    assert len({answer(verb, body, ".") for verb in ("plan", *HALVES)}) == 1
 
 
 def test_the_timeline_is_fullest_at_the_peak_and_stays_small(client: httpx.Client) -> None:

@@ -28,6 +28,31 @@ def test_the_runs_are_listed_with_their_last_figures(client: httpx.Client) -> No
     assert runs["a"]["loss"] == pytest.approx(10 / 30) and runs["a"]["val_loss"] == pytest.approx(10 / 21)
 
 
+def test_the_steps_that_were_done_are_told_though_not_every_step_is_logged(tmp_path: Path) -> None:
+    def listed() -> int | None:
+        (run,) = RunsFolder(tmp_path).listing()["runs"]
+        assert RunsFolder(tmp_path).run("a")["steps"] == run["steps"]
+        return run["steps"]
+
+    path = write_run(tmp_path, 0)
+    assert listed() is None
+    for step in range(0, 300, 10):  # log_interval 10
+        with (path / "metrics.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode({"step": step, "loss": 2.0}) + b"\n")
+    assert listed() == 291
+    (path / "checkpoints").mkdir()
+    for at, steps in enumerate((300, 295)):  # after the run was taken up again at an earlier one
+        checkpoint = path / "checkpoints" / f"step_{steps:08d}.pt"
+        checkpoint.write_bytes(b"")
+        os.utime(checkpoint, (at, at))
+    assert listed() == 295
+    with (path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 298, "val_loss": 2.0}\n')  # an evaluation comes before the step of its number
+    assert listed() == 298
+    (path / "result.json").write_text('{"finished": true, "steps": 300}')
+    assert listed() == 300
+
+
 def test_a_run_has_its_config_plan_figures_and_result(client: httpx.Client) -> None:
     run = client.get("/api/runs/a").json()
     assert run["config"]["n_layer"] == 2 and run["result"]["finished"] and run["plan"]["memory"]["fits"]
@@ -153,7 +178,7 @@ def test_a_growing_run_is_streamed_as_it_grows(server: Running) -> None:
     with server.client.stream("GET", f"/api/runs/growing/events?from={offset}") as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         stream = events(reply)
-        assert next(stream)[1:] == ("state", {"state": "running", "result": None})
+        assert next(stream)[1:] == ("state", {"state": "running", "result": None, "steps": None})
         add_steps(path, 5, 8)
         _, kind, data = next(stream)
         assert kind == "metrics" and data["columns"]["step"] == [5, 6, 7]

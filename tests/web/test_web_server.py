@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
+import json
+import os
 import re
 import socket
 import subprocess
@@ -18,7 +21,7 @@ from web_helpers import Running, running, write_run
 
 from oomph.cli.main import main
 from oomph.web.app import KEPT_ANSWERS, Answers
-from oomph.web.pool import GoneError, Pool, TooBusyError, TooLongError
+from oomph.web.pool import Pool, TooBusyError, TooLongError
 from oomph.web.server import DEFAULT_PORT, Address, is_loopback, listen
 from oomph.web.static import Static
 from oomph.web.worker import Answer
@@ -169,28 +172,80 @@ def test_heavy_questions_leave_a_worker_for_quick_ones(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_too_long_a_line_is_turned_away_and_who_has_left_is_not_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_long_a_line_is_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oomph.web.pool.MAX_WAITING", 1)
-
-    async def left() -> bool:
-        return True
 
     async def scene() -> None:
         pool = Pool(2, str(tmp_path))
         await pool.start()
         try:
-            waiting = asyncio.create_task(pool.ask("runs", b"", 60, False, left))
+            waiting = asyncio.create_task(pool.ask("runs", b"", 60, False))
             await asyncio.sleep(0)
             with pytest.raises(TooBusyError):
                 await pool.ask("runs", b"", 60, False)
-            with pytest.raises(GoneError):
-                await waiting
+            assert (await waiting).status == 200
         finally:
             await pool.close()
 
     asyncio.run(scene())
+
+
+LONG = {"gpu": "RTX 4070", "preset": "gpt2-xl", "set": {"n_layer": 96}}  # a search of many seconds
+
+
+def test_work_that_nobody_waits_for_is_interrupted_and_its_worker_goes_on(tmp_path: Path) -> None:
+    def own_workers() -> list[int]:
+        commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in children(os.getpid())}
+        return [pid for pid, path in commands.items() if path.exists() and str(tmp_path).encode() in path.read_bytes()]
+
+    async def scene() -> None:
+        pool = Pool(1, str(tmp_path))
+        await pool.start()
+        try:
+            assert (await pool.ask("runs", b"", 60, False)).status == 200
+            workers = own_workers()
+            long = asyncio.create_task(pool.ask("fit", json.dumps(LONG).encode(), 120, True))
+            await asyncio.sleep(0.5)
+            waiting = asyncio.create_task(pool.ask("runs", b"", 60, False))
+            overtaken = asyncio.create_task(pool.ask("fit", b"{}", 60, False))
+            await asyncio.sleep(0.1)
+            assert not any(task.done() for task in (long, waiting, overtaken))
+            overtaken.cancel()
+            long.cancel()
+            assert (await waiting).status == 200
+            assert own_workers() == workers and len(workers) == 1
+            assert (await pool.ask("plan", b'{"gpu": "T4"}', 60, False)).status == 200  # no answer is mixed up
+        finally:
+            await pool.close()
+
+    asyncio.run(scene())
+
+
+def test_whoever_leaves_takes_the_question_along_unless_another_waits_for_it(server: Running) -> None:
+    def ask(seconds: float) -> None:
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/api/fit", json=LONG, timeout=seconds)
+
+    workers = children(server.process.pid)
+    before = cpu_s(workers)
+    leaving = [threading.Thread(target=ask, args=(seconds,)) for seconds in (0.4, 1.2)]
+    for thread in leaving:
+        thread.start()
+    leaving[0].join()
+    time.sleep(0.3)
+    between = cpu_s(workers)
+    leaving[1].join()
+    time.sleep(0.5)
+    after = cpu_s(workers)
+    time.sleep(1.0)
+    assert before < between < after  # worked on while one of them waited
+    assert cpu_s(workers) - after < 0.2  # and not when both had left
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Seconds of CPU that these processes have had."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_worker_that_dies_is_started_again(server: Running) -> None:
@@ -235,3 +290,21 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     assert gzip.decompress(packed.body) == b"two two"
     (tmp_path / "a.js").unlink()
     assert static.serve("a.js", httpx.Headers()).status_code == 404
+
+
+@pytest.mark.slow
+def test_a_cpu_is_measured_beside_the_server_which_goes_on_planning(tmp_path: Path) -> None:
+    runs, kept = tmp_path / "out", tmp_path / "cache"
+    never_measured = {"OOMPH_MEASURE": "1", "XDG_CACHE_HOME": str(kept), "CUDA_VISIBLE_DEVICES": ""}
+    with running(runs, environment=never_measured) as server:
+        first = server.client.get("/api/machine").json()
+        assert first["measuring"] and first["gpu"].get("cpu_rates") is None
+        plan = server.client.post("/api/plan", json={"gpu": "RTX 4070", "set": {"n_layer": 2}})
+        assert plan.status_code == 200 and server.client.get("/api/machine").json()["measuring"]
+        assert "time" not in server.client.post("/api/plan", json={}).json()["plan"]
+        deadline = time.monotonic() + 100
+        while server.client.get("/api/machine").json()["measuring"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        kept_rates = (kept / "oomph" / "cpu.json").exists()  # a busy machine's are not kept
+        assert ("time" in server.client.post("/api/plan", json={}).json()["plan"]) is kept_rates

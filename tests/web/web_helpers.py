@@ -35,12 +35,14 @@ class Running:
 
 
 @contextmanager
-def running(runs: Path, *arguments: str, cwd: Path | None = None) -> Iterator[Running]:
+def running(
+    runs: Path, *arguments: str, cwd: Path | None = None, environment: dict[str, str] | None = None
+) -> Iterator[Running]:
     """`oomph serve` on a free port, until the end of the block."""
     options = [] if "--port" in arguments else ["--port", "0"]
     command = [sys.executable, "-m", "oomph", "serve", "--json", "--no_browser", "--runs", str(runs), *options]
-    environment = {**os.environ, "OOMPH_MEASURE": "0"}  # a plan for this CPU is not what is tested
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=environment, cwd=cwd)
+    found = {**os.environ, "OOMPH_MEASURE": "0", **(environment or {})}  # a plan for this CPU is rarely what is tested
+    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=found, cwd=cwd)
     try:
         assert process.stdout is not None
         said = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")

@@ -54,11 +54,9 @@ def _measured(job: Job, tell: Tell) -> Done:
         return_freed_memory()  # as oomph train does
     meter = MemoryMeter(device)
     _steps(job, tell)
-    peak_mib = meter.peak_mib()
     if device.type == "cpu":
-        process_mib = None if peak_mib is None else meter.began_mib + peak_mib
-        return Done(None, None, process_mib, meter.began_mib)
-    return Done(peak_mib, meter.reserved_mib(), _on_the_card())
+        return Done(None, None, meter.peak_mib(), meter.began_mib)
+    return Done(meter.peak_mib(), meter.reserved_mib(), _on_the_card())
 
 
 def _on_the_card() -> float | None:

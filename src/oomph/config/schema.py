@@ -15,6 +15,7 @@ import msgspec
 
 NEWEST_TORCH = "2.13"  # what is assumed when nobody says which PyTorch will run
 DEFAULT_LOSS_CHUNK = 2048  # tokens: large enough for full-speed matrix products, small beside a micro-batch
+COMPILED_LOSS_CHUNK = 4096  # where a compiled loss has no float32 copy of them
 TRAINERS = ("nanogpt", "oomph")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("flash", "efficient", "math")

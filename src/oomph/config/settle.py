@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from oomph.config.load import LoadedConfig
-from oomph.config.schema import DEFAULT_LOSS_CHUNK, TrainConfig
+from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TrainConfig
 
 Decision = tuple[str | int | bool, str]  # a value and its reason
 
@@ -32,13 +32,16 @@ FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernel needs Ampere; before that SD
 FLASH_HEAD_SIZE = 256  # and heads of at most this size
 
 
-def settle(loaded: LoadedConfig, device: SettlingDevice) -> LoadedConfig:
-    """The same config with no None left but `dataset_tokens`. What was said is kept, or its loss is noted."""
+def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False) -> LoadedConfig:
+    """The same config with no None left but `dataset_tokens`. What was said is kept, or its loss is noted.
+
+    `own_model`: the user's own stands in for nanoGPT's, and with it any optimizer.
+    """
     config = loaded.config
     decisions: dict[str, Decision] = {}
     notes = list(loaded.notes)
     if config.trainer == "nanogpt":
-        config, left_out = _as_published(config, loaded)
+        config, left_out = _as_published(config, loaded, own_model)
         notes += left_out
     if config.attention == "flash" and (reason := _no_flash(config, device)):
         decisions["attention"] = ("efficient", reason)
@@ -53,7 +56,8 @@ def settle(loaded: LoadedConfig, device: SettlingDevice) -> LoadedConfig:
     if config.return_logits is None:
         decisions["return_logits"] = _return_logits(config)
     if config.loss_chunk is None:
-        decisions["loss_chunk"] = _loss_chunk(config, device)
+        dtype = decisions["dtype"][0] if "dtype" in decisions else config.dtype
+        decisions["loss_chunk"] = _loss_chunk(msgspec.structs.replace(config, dtype=dtype), device)
     if config.trainer == "oomph" and config.compile and device.kind == "cpu" and not loaded.said("compile"):
         decisions["compile"] = (False, "torch.compile does not pay on a CPU")
     if config.optimizer_loop is None:
@@ -63,9 +67,12 @@ def settle(loaded: LoadedConfig, device: SettlingDevice) -> LoadedConfig:
     return LoadedConfig(settled, sources, notes, loaded.files)
 
 
-def _as_published(config: TrainConfig, loaded: LoadedConfig) -> tuple[TrainConfig, list[str]]:
+def _as_published(config: TrainConfig, loaded: LoadedConfig, own_model: bool) -> tuple[TrainConfig, list[str]]:
     """nanoGPT's own behaviour where a key asks for something that only oomph train does."""
     asked = {key: value for key, value in NANOGPT_HAS.items() if getattr(config, key) not in (value, None)}
+    if own_model:
+        asked.pop("optimizer", None)
+        return msgspec.structs.replace(config, **asked), []
     notes = [
         f"{loaded.sources[key]}: nanoGPT as published has no {key}, so its figures are without it; oomph train has"
         for key in asked
@@ -112,7 +119,17 @@ def _loss_chunk(config: TrainConfig, device: SettlingDevice) -> Decision:
         return 0, "return_logits needs all of them at once"
     if device.kind == "cpu":
         return CPU_LOSS_CHUNK, f"chunks of {CPU_LOSS_CHUNK} tokens are quickest on a CPU"
-    return DEFAULT_LOSS_CHUNK, f"oomph computes the loss in chunks of {DEFAULT_LOSS_CHUNK} tokens"
+    return usual_loss_chunk(config), f"oomph computes the loss in chunks of {usual_loss_chunk(config)} tokens"
+
+
+def usual_loss_chunk(config: TrainConfig) -> int:
+    """Tokens a chunk on a GPU, of a config whose precision is decided.
+
+    Under autocast every chunk ends with a sum over the head's float32 gradient: fewer, larger ones are quicker. Where
+    they are compiled they can be larger, since a logit then takes 2 bytes instead of 6.
+    """
+    larger = config.compile and config.autocast and config.dtype != "float32"
+    return COMPILED_LOSS_CHUNK if larger else DEFAULT_LOSS_CHUNK
 
 
 def _optimizer_loop(config: TrainConfig, device: SettlingDevice) -> Decision:

@@ -5,7 +5,7 @@ from oomph.devices.by_numbers import custom
 from oomph.devices.catalogue import all_devices
 from oomph.devices.device import RATES, Device
 from oomph.devices.lookup import find
-from oomph.devices.machine import detect
+from oomph.devices.machine import detect, may_measure
 from oomph.devices.ratios import calibrated
 
-__all__ = ["RATES", "Device", "all_devices", "calibrated", "custom", "detect", "find", "warnings"]
+__all__ = ["RATES", "Device", "all_devices", "calibrated", "custom", "detect", "find", "may_measure", "warnings"]

@@ -37,10 +37,15 @@ def detect(device: str = "cuda", measure: bool = True) -> Device:
     return replace(cpu, notes=(note, *cpu.notes))
 
 
+def may_measure() -> bool:
+    """Whether a CPU whose rates are not kept could be measured: torch is here, and nobody forbade it."""
+    return os.environ.get(SKIP_MEASURING, "") != "0" and torch_version() is not None
+
+
 def this_cpu(measure: bool = True) -> Device:
     """The CPU of this machine, with measured rates where torch is installed."""
     cpu = read_cpu()
-    measure = measure and os.environ.get(SKIP_MEASURING, "") != "0"
+    measure = measure and may_measure()
     device = Device(
         name=cpu.name,
         kind="cpu",

@@ -11,21 +11,33 @@ import msgspec
 from oomph.devices.busy import BUSY
 from oomph.errors import InputError
 
+ATTENTION_PRODUCTS = 0.65  # of the matrix products' rate, for the small blocks of torch's CPU flash attention
+# It takes queries by 256 from 768 tokens on, by 64 from 192 on, else by 32 (torch's FlashAttentionKernel.cpp).
+LONG_TOKENS, MIDDLE_TOKENS = 768, 192
+
 
 class CpuRates(msgspec.Struct, frozen=True):
     """Measured on this machine, with the threads a run would have."""
 
     tflops_fp32: float
     tflops_bf16: float | None  # None where bf16 has no instructions
-    copy_gbs: float  # bytes read and bytes written in memory
+    copy_gbs: float  # to and from memory; a line that is written is read first, and counts twice
     cached_gbs: float  # the same in a core's own cache
     math_gbs: float  # of operations with an exponential or a norm: gelu, softmax, layer norm
     page_s_per_byte: float  # to make the pages of a new large tensor
-    dispatch_s: float  # the smallest operator
-    score_s: float  # one attention score, besides its matrix products
+    dispatch_s: float  # an operation besides its work: Python, the graph of gradients, the engine that runs it
+    score_s: float  # one attention score, besides its matrix products, in a short sequence
+    long_score_s: float  # the same in a long one, whose blocks are larger
+    random_s: float  # one of dropout's random numbers
     process_mib: float | None = None  # Python with torch at work, before any tensor; None where the system is silent
     optimizer_mib: float | None = None  # what an optimizer of torch.optim adds: the machinery it imports
     waited: float = 0.0  # the share of the measuring in which other programs had the CPU
+
+
+def attention_scores(tokens: int) -> float:
+    """Scores that torch's CPU kernel computes for one head: blocks of queries, each up to its last key."""
+    block = min(tokens, 256 if tokens >= LONG_TOKENS else 64 if tokens >= MIDDLE_TOKENS else 32)
+    return tokens * (tokens + block) / 2
 
 
 def cpu_rates(cpu_name: str, threads: int, has_bf16: bool, measure: bool = True) -> CpuRates | None:

@@ -1,15 +1,17 @@
-"""What a candidate takes, told from models of two to four layers: milliseconds where a full simulation takes tens.
+"""What a candidate takes, told from models of a few layers: milliseconds where a full simulation takes tens.
 
 A step's time is a sum over blocks, so it is a straight line in the number of blocks and in how many of them are
 checkpointed. What is allocated at one moment is such a line too, and the peak is the largest of them: the line of any
-one moment, carried on to the full depth, is never above the peak. That makes `floor_bytes` a safe bound: what
-exceeds the card by it exceeds the card.
+one moment, carried on to the full depth, is not above the peak. Compiled, blocks take turns in whose buffers they
+reuse, so that the line goes through every second depth, and is only nearly straight: `floor_bytes` is a bound to
+within `SLACK`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import TypeVar
+from math import ceil
 
 import msgspec
 
@@ -18,15 +20,17 @@ from oomph.devices import Device
 from oomph.predict import clock
 from oomph.predict.memory import CUDA_ROUNDING_BYTES, find_moment
 from oomph.step import gpt
-from oomph.step.ops import Section, Step
+from oomph.step.ops import Phase, Section, Step
 
-SHALLOW = 2  # layers; models of one and two more give the slopes
+SHALLOW = 2  # layers; models of one and two more give the slopes of the time
+FEWEST = 2  # blocks that are kept, and that are checkpointed, of models that give the slopes of the memory
+SLACK = 1.25  # a compiled step's peak is above its bound divided by this; seen at most: 1.04
+KEPT_SLACK = 1.05  # the same where no block is checkpointed; seen at most: 1.01
 BRIEF = 2  # micro-steps that are written out
 NOMINAL_FLOPS_PER_S = 1e13  # ranks settings on a card whose rates nobody gave
 NOMINAL_LAUNCH_S = 1e-5
 
 replace = msgspec.structs.replace
-Figure = TypeVar("Figure", int, float)
 
 
 class Sketch:
@@ -43,12 +47,13 @@ class Sketch:
         return self._clock.step_s(self._config)
 
     @cached_property
-    def peak(self) -> tuple[int, str, str]:
-        """Bytes allocated at the peak, and its section and operation: the moment, whatever the depth."""
+    def peak(self) -> tuple[int, str, str, Phase]:
+        """Bytes allocated at the peak, and its section, operation and phase: the moment, whatever the depth."""
         rounding_bytes = 1 if self._on_cpu else CUDA_ROUNDING_BYTES
         peak_bytes, section_index, op_index = find_moment(self._step, rounding_bytes)
         section = self._step.sections[section_index]
-        return peak_bytes, section.name, _from_the_end(section.ops[op_index].name, self._config.n_layer)
+        op = section.ops[op_index]
+        return peak_bytes, section.name, _from_the_end(op.name, self._config.n_layer), op.phase
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -136,25 +141,76 @@ class Estimator:
         return _carried_on(config, [self.exact(each).step_s for each in _shallow(config)])
 
     def floor_bytes(self, config: TrainConfig) -> int:
-        """What is allocated at the peak, at least."""
-        if _is_shallow(config):
-            return self.exact(config).peak[0]
-        sketches = [self.exact(each) for each in _shallow(config)]
+        """What is allocated at the peak, at least: eager, without fail; compiled, see `SLACK`."""
+        sketches, line = self._along(config)
         if len({sketch.peak[1:] for sketch in sketches}) == 1:
-            return self.lean_bytes(config)
+            return line([_peak_bytes(sketch) for sketch in sketches])
         # Several moments are no one line; what is there before the step begins is.
-        base, deeper = (sketch.resident_bytes for sketch in sketches[:2])
-        return base + (config.n_layer - SHALLOW) * (deeper - base)
+        return line([_resident_bytes(sketch) for sketch in sketches])
 
     def lean_bytes(self, config: TrainConfig) -> int:
         """What is allocated at the peak, nearly, for comparing candidates by it."""
-        if _is_shallow(config):
-            return self.exact(config).peak[0]
-        return _carried_on(config, [self.exact(each).peak[0] for each in _shallow(config)])
+        sketches, line = self._along(config)
+        return line([_peak_bytes(sketch) for sketch in sketches])
+
+    def fewest_checkpointed(self, config: TrainConfig, room_bytes: float) -> int:
+        """Of a setting that keeps every block: how many must be checkpointed at least, all but the last in question.
+
+        At the moment of its peak a checkpointed block saves what it holds there at most; the weights stay.
+        """
+        sketches, line = self._along(config)
+        if len(sketches) == 1 or len({sketch.peak[1:] for sketch in sketches}) > 1:
+            return 0
+        peaks, weights = ([figure(each) for each in sketches] for figure in (_peak_bytes, _resident_bytes))
+        missing = line(peaks) / (KEPT_SLACK if config.compile else 1.0) - room_bytes
+        held = (peaks[1] - peaks[0] - (weights[1] - weights[0])) / period_of(config)
+        if missing <= 0:
+            return 0
+        return min(config.n_layer, ceil(missing / held)) if held > 0 else config.n_layer
+
+    def _along(self, config: TrainConfig) -> tuple[list[Sketch], Callable[[list[int]], int]]:
+        """The small models that tell a config's memory, and the line through their figures to the config itself: from
+        the first, so many steps to more kept blocks and so many to more checkpointed ones."""
+        period = period_of(config)
+        again, kept = config.checkpoint_layers, config.n_layer - config.checkpoint_layers
+        few_again, few_kept = _fewest(again, period), _fewest(kept, period)
+        shapes, steps = [(few_kept, few_again)], []
+        if kept > few_kept:
+            shapes.append((few_kept + period, few_again))
+            steps.append((kept - few_kept) // period)
+        if again > few_again:
+            shapes.append((few_kept, few_again + period))
+            steps.append((again - few_again) // period)
+        models = [replace(config, n_layer=sum(shape), checkpoint_layers=shape[1]) for shape in shapes]
+
+        def line(figures: list[int]) -> int:
+            return figures[0] + sum(
+                times * (figure - figures[0]) for times, figure in zip(steps, figures[1:], strict=True)
+            )
+
+        return [self.exact(each) for each in models], line
+
+
+def _peak_bytes(sketch: Sketch) -> int:
+    return sketch.peak[0]
+
+
+def _resident_bytes(sketch: Sketch) -> int:
+    return sketch.resident_bytes
+
+
+def period_of(config: TrainConfig) -> int:
+    """After how many blocks a step's memory repeats itself."""
+    return 2 if config.compile else 1
+
+
+def _fewest(blocks: int, period: int) -> int:
+    """As many blocks as a small model needs to stand for that many."""
+    return blocks if blocks < FEWEST else FEWEST + (blocks - FEWEST) % period
 
 
 def _is_shallow(config: TrainConfig) -> bool:
-    """Whether the config is no deeper than the models it would be told from."""
+    """Whether the config is no deeper than the models its time would be told from."""
     return config.n_layer <= SHALLOW + (2 if config.checkpoint_layers else 1)
 
 
@@ -167,8 +223,8 @@ def _shallow(config: TrainConfig) -> list[TrainConfig]:
     return [*models, *again] if config.checkpoint_layers else models
 
 
-def _carried_on(config: TrainConfig, figures: list[Figure]) -> Figure:
-    """What the shallow models take, along a straight line to the config's depth and its checkpointed blocks."""
+def _carried_on(config: TrainConfig, figures: list[float]) -> float:
+    """Seconds of the shallow models, along a straight line to the config's depth and its checkpointed blocks."""
     base, deeper = figures[:2]
     if not config.checkpoint_layers:
         return base + (config.n_layer - SHALLOW) * (deeper - base)

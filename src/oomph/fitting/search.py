@@ -1,6 +1,6 @@
 """The fastest setting that fits: best first, each candidate looked at no more closely than it must be.
 
-What exceeds the card by a safe bound is dismissed. Each other setting waits in a queue under a time it cannot beat, of
+What exceeds the card by a bound is dismissed. Each other setting waits in a queue under a time it cannot beat, of
 those that differ in checkpointed blocks alone the quickest for all. The one in front is looked at more closely each
 time it comes up: a better estimate of its time, then its exact time and its peak, then the full simulation on the card.
 The first that passes is the fastest: everything behind it is slower.
@@ -10,28 +10,31 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from math import inf
 
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
-from oomph.fitting.estimate import Estimator, replace
+from oomph.fitting.estimate import SLACK, Estimator, replace
 from oomph.fitting.space import Ladder
 from oomph.planner import Plan, plan
 from oomph.predict.footprint import ALLOCATED_SPREAD, CONTEXT_SPREAD_MIB
 from oomph.units import MIB
 
-OPTIMISM = 0.995  # a shallow estimate of the time is right to less than half a percent
+OPTIMISM = 0.99  # a shallow estimate of the time is right to less than a percent; seen: 0.56 %
+NEAR_THE_LEANEST = 8  # settings that look the leanest from few layers, of which the whole step tells
+LAST_RISE = 1.5  # checkpointing the last block too may raise the peak, by less than this; seen: 1.26
 
 
 class _Look(IntEnum):
     """How closely a setting has been looked at."""
 
     NONE = 0
-    SHALLOW = 1
-    EXACT = 2
+    SHALLOW = 1  # its time told from few layers
+    ROUGH = 2  # and the fewest checkpointed blocks that could make room
+    EXACT = 3  # its time and its peak
 
 
 class Searcher:
@@ -58,8 +61,11 @@ class Searcher:
         return self.plan(LoadedConfig(config, like.sources, like.notes, like.files))
 
     def may_fit(self, config: TrainConfig) -> bool:
-        """False only where the safe bound already exceeds the card."""
-        return self.estimator.floor_bytes(config) <= self.room_bytes
+        """False only where the peak exceeds the card: told by the bound where that is sure, else by the whole step."""
+        floor_bytes = self.estimator.floor_bytes(config)
+        if floor_bytes <= self.room_bytes:
+            return True
+        return config.compile and floor_bytes <= SLACK * self.room_bytes and self.peak_fits(config)
 
     def peak_fits(self, config: TrainConfig) -> bool:
         """Whether what is allocated at the peak is no more than the card has; fragmentation may still add to it."""
@@ -77,62 +83,81 @@ class Searcher:
         heapq.heapify(queue)
         while queue:
             _, rank, rung, looked, ladder = heapq.heappop(queue)
-            config = ladder.at(rung)
-            if looked is _Look.NONE:
-                heapq.heappush(queue, (self.estimator.step_s(config) * OPTIMISM, rank, rung, _Look.SHALLOW, ladder))
-                continue
-            if looked is _Look.SHALLOW and (higher := self._first_possible(ladder, rung)) > rung:
-                later_s = self.estimator.step_s(ladder.at(higher)) * OPTIMISM
-                heapq.heappush(queue, (later_s, rank, higher, _Look.SHALLOW, ladder))
-                continue
-            if looked is _Look.SHALLOW:
-                heapq.heappush(queue, (self.estimator.exact(config).step_s, rank, rung, _Look.EXACT, ladder))
-                continue
-            higher = self._first_fitting(ladder, rung, room_bytes)
-            if higher == rung:
+            if looked is _Look.EXACT and (higher := self._first_fitting(ladder, rung, room_bytes)) == rung:
                 for each in ladder.both(rung):
                     found = self.simulate(like, each)
                     if found.memory.fits and not found.memory.retries and (is_safe(found) or not safe):
                         return found
                 higher = rung + 1
+            elif looked is _Look.ROUGH and (higher := self._first_possible(ladder, rung)) == rung:
+                heapq.heappush(queue, (self.estimator.exact(ladder.at(rung)).step_s, rank, rung, _Look.EXACT, ladder))
+                continue
+            elif looked is _Look.SHALLOW:
+                higher = self._rough_rung(ladder, rung)
+            elif looked is _Look.NONE:
+                higher = rung
             if higher < len(ladder.counts):
                 later_s = self.estimator.step_s(ladder.at(higher)) * OPTIMISM
-                heapq.heappush(queue, (later_s, rank, higher, _Look.SHALLOW, ladder))
+                heapq.heappush(queue, (later_s, rank, higher, _Look(min(looked + 1, _Look.ROUGH)), ladder))
         return None
 
+    def _rough_rung(self, ladder: Ladder, rung: int) -> int:
+        """The first rung from one without checkpointed blocks on that could make room, by the little known so far; no
+        further than the last, which is unlike the others."""
+        if ladder.counts[rung]:
+            return rung
+        fewest = self.estimator.fewest_checkpointed(ladder.at(rung), self.room_bytes)
+        return min(bisect_left(ladder.counts, fewest), len(ladder.counts) - 1)
+
     def _first_fitting(self, ladder: Ladder, rung: int, room_bytes: float) -> int:
-        """The first rung from this one on whose peak fits: the peak sinks with each, so halving finds it."""
+        """The first rung from this one on whose peak fits; one past the last where there is none."""
 
         def fits(place: int) -> bool:
             return self.estimator.exact(ladder.at(place)).peak[0] <= room_bytes
 
-        rungs = range(len(ladder.counts))
-        return rung if fits(rung) else bisect_left(rungs, True, lo=rung + 1, key=fits)
+        return rung if fits(rung) else self._first(ladder, rung + 1, lambda n: self.may_fit(ladder.at(n)) and fits(n))
+
+    def _first_possible(self, ladder: Ladder, rung: int = 0) -> int:
+        """The first rung from this one on that may fit; one past the last where there is none."""
+        return self._first(ladder, rung, lambda place: self.may_fit(ladder.at(place)))
+
+    def _first(self, ladder: Ladder, rung: int, fits: Callable[[int], bool]) -> int:
+        """The first rung from this one on that passes: within a strand the peak sinks, so that one that fails speaks
+        for those below it, and halving finds the first."""
+        first = len(ladder.counts)
+        for strand in ladder.strands():
+            place = bisect_left(strand, True, lo=bisect_left(strand, rung), hi=bisect_left(strand, first), key=fits)
+            if place < len(strand):
+                first = min(first, strand[place])
+        return first
 
     def _possible(self, ladders: Iterable[Ladder]) -> list[tuple[int, Ladder]]:
-        """The ladders of which the last rung may fit, each with its rank. Memory grows with the micro-batch, so that of
-        those alike otherwise halving finds the last that may."""
+        """The ladders of which a rung may fit, each with its rank. Memory grows with the micro-batch, so that of those
+        alike otherwise one that cannot fit speaks for the larger ones, and halving finds it."""
         families: dict[TrainConfig, list[tuple[int, Ladder]]] = {}
         for rank, each in enumerate(ladders):
             families.setdefault(_family(each.config), []).append((rank, each))
         possible: list[tuple[int, Ladder]] = []
         for members in families.values():
             members.sort(key=lambda pair: pair[1].config.batch_size)
-            possible += members[: bisect_left(members, True, key=lambda pair: not self._ends_may_fit(pair[1]))]
+            possible += members[: bisect_left(members, True, key=lambda pair: not self._ever_may_fit(pair[1]))]
         return possible
 
-    def _ends_may_fit(self, ladder: Ladder) -> bool:
-        """Whether the last rung may fit; where the first one may, it takes fewer models to know."""
-        return self.may_fit(ladder.at(0)) or self.may_fit(ladder.at(-1))
-
-    def _first_possible(self, ladder: Ladder, rung: int = 0) -> int:
-        """The first rung from this one on that may fit, where the last one may."""
-        rungs = range(len(ladder.counts) - 1)
-        return bisect_left(rungs, True, lo=rung, key=lambda place: self.may_fit(ladder.at(place)))
+    def _ever_may_fit(self, ladder: Ladder) -> bool:
+        """Whether any rung may fit: of each strand the last takes the least. The ends are asked first, and speak for
+        what lies between them unless it is close."""
+        first, last = ladder.at(0), ladder.at(-1)
+        if self.may_fit(first) or self.may_fit(last):
+            return True
+        if self.estimator.floor_bytes(last) > LAST_RISE * self.room_bytes:
+            return False
+        return any(self.may_fit(ladder.at(strand[-1])) for strand in ladder.strands())
 
     def _best_s(self, config: TrainConfig) -> float:
-        """A time that a setting cannot beat: compiled, it runs the same products with fewer passes over memory."""
-        return self.estimator.step_s(replace(config, compile=True)) * OPTIMISM
+        """A time that a setting cannot beat. In mixed precision: compiled, where the same products come with fewer
+        passes over memory. Where nothing is cast, compiled may be the slower of the two."""
+        mixed = config.autocast and config.dtype != "float32"
+        return self.estimator.step_s(replace(config, compile=True) if mixed else config) * OPTIMISM
 
     def roomiest(self, like: LoadedConfig, ladders: Iterable[Ladder], at_most_s: float = inf) -> Plan | None:
         """Of the settings that take no longer than that a step, the one that takes the least memory, or nearly.
@@ -142,9 +167,9 @@ class Searcher:
         quick: list[TrainConfig] = []
         if at_most_s == inf:
             every = list(ladders)
-            smallest = min(each.config.batch_size for each in every)
+            smallest = [min(batch) for batch in _by_accumulation(every).values()]
             for ladder in every:
-                if ladder.config.batch_size == smallest:
+                if ladder.config.batch_size in smallest:
                     quick += _ends(ladder, 0, len(ladder.counts))
         else:
             for _, ladder in self._possible(ladders):
@@ -155,7 +180,8 @@ class Searcher:
                         rungs, True, lo=rung, key=lambda n: self.estimator.step_s(ladder.at(n)) > at_most_s
                     )
                     quick += _ends(ladder, rung, end)
-        lean = heapq.nsmallest(2, quick, key=self.estimator.lean_bytes)
+        near = heapq.nsmallest(NEAR_THE_LEANEST, dict.fromkeys(quick), key=self.estimator.lean_bytes)
+        lean = heapq.nsmallest(2, near, key=lambda each: self.estimator.exact(each).peak[0])
         plans = [self.simulate(like, each) for each in lean]
         return min(plans, key=lambda each: each.memory.total_mib, default=None)
 
@@ -167,12 +193,24 @@ def is_safe(plan: Plan) -> bool:
 
 
 def _ends(ladder: Ladder, start: int, end: int) -> list[TrainConfig]:
-    """The two lowest and the two highest rungs from `start` up to `end`: where the least of a straight line is."""
-    rungs = dict.fromkeys((*range(start, end)[:2], *range(start, end)[-2:]))
+    """The two lowest and the three highest rungs from `start` up to `end`: one of each strand's ends is among them."""
+    rungs = dict.fromkeys((*range(start, end)[:2], *range(start, end)[-3:]))
     return [config for rung in rungs for config in ladder.both(rung)]
+
+
+def _by_accumulation(ladders: Iterable[Ladder]) -> dict[bool, set[int]]:
+    """The micro-batches of the settings that accumulate gradients, and of those that do not."""
+    batches: dict[bool, set[int]] = {}
+    for ladder in ladders:
+        batches.setdefault(_is_alone(ladder.config), set()).add(ladder.config.batch_size)
+    return batches
+
+
+def _is_alone(config: TrainConfig) -> bool:
+    """Whether a step is one micro-step, which holds no second gradients."""
+    return config.gradient_accumulation_steps <= config.world_size
 
 
 def _family(config: TrainConfig) -> TrainConfig:
     """What settings that differ in their micro-batch alone have in common."""
-    alone = config.gradient_accumulation_steps <= config.world_size  # a lone micro-step holds no second gradients
-    return replace(config, batch_size=1, gradient_accumulation_steps=1 if alone else 2)
+    return replace(config, batch_size=1, gradient_accumulation_steps=1 if _is_alone(config) else 2)

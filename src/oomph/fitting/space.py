@@ -11,6 +11,7 @@ import msgspec
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
+from oomph.fitting.estimate import period_of
 from oomph.fitting.result import Value
 
 LOSS_CHUNKS = (512, 1024, 2048, 8192)  # tokens; 0, all at once, is tried too
@@ -39,7 +40,8 @@ class Program(msgspec.Struct, frozen=True):
 class Ladder(msgspec.Struct, frozen=True):
     """Settings that differ in their checkpointed blocks and in the allocator's segments alone.
 
-    Each block more takes less memory and more time, so that a search need not look at every rung.
+    Each block more takes more time. Most take less memory too, so that a search need not look at every rung: see
+    `strands`.
     """
 
     config: TrainConfig  # of the lowest rung
@@ -54,6 +56,20 @@ class Ladder(msgspec.Struct, frozen=True):
         """The settings on a rung, one a kind of segments."""
         config = self.at(rung)
         return [msgspec.structs.replace(config, expandable_segments=each) for each in self.expandable_segments]
+
+    def strands(self) -> list[list[int]]:
+        """The rungs in groups in which the peak sinks from each to the next.
+
+        With no block checkpointed the first one is like the others, and with all of them the last one's backward pass
+        meets the loss's: both may turn the order, so that each is a group of its own. Between them compiled blocks
+        take turns in whose buffers they reuse, so that every second one sinks.
+        """
+        groups: dict[int, list[int]] = {}
+        period = period_of(self.config)
+        for rung, count in enumerate(self.counts):
+            ends = {0: -1, self.config.n_layer: -2}
+            groups.setdefault(ends.get(count, count % period), []).append(rung)
+        return list(groups.values())
 
     @property
     def settings(self) -> int:
@@ -150,6 +166,13 @@ def variant(program: Program, changes: dict[str, Value], device: Device) -> Prog
     """The program running the config with those keys changed, everything else still free to be set."""
     loaded = with_changes(program.loaded, changes)
     return msgspec.structs.replace(program, loaded=loaded, settled=configs.settle(loaded, device).config)
+
+
+def resized(program: Program, changes: dict[str, Value], device: Device) -> Program:
+    """The program running a model of another size, with as many blocks to checkpoint as that has."""
+    other = variant(program, changes, device)
+    counts = _own_first(other.settled.checkpoint_layers, range(other.settled.n_layer + 1))
+    return msgspec.structs.replace(other, checkpoint_layers=counts)
 
 
 def _sensible(chunk: int, rows: int) -> bool:

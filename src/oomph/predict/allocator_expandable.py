@@ -79,12 +79,13 @@ def _lowest_room(allocator: CachingAllocator, pool: Pool, size: int) -> Block:
             room += block.size
             if room >= size:
                 return start
-    return _new_segment(allocator, pool)
+    return _new_segment(allocator, pool, size)
 
 
-def _new_segment(allocator: CachingAllocator, pool: Pool) -> Block:
+def _new_segment(allocator: CachingAllocator, pool: Pool, size: int) -> Block:
+    """Fresh address space: 1 1/8 of the card, as PyTorch takes it; without a card, enough for the request too."""
     capacity = allocator.capacity_bytes
-    space = UNBOUNDED_SPACE_BYTES if capacity is None else capacity + capacity // 8  # PyTorch takes 1 1/8 of the card
+    space = max(UNBOUNDED_SPACE_BYTES, size) if capacity is None else capacity + capacity // 8
     space = -(-space // pool.page_bytes) * pool.page_bytes
     block = Block(allocator.take_addresses(space), space)
     _insert_unmapped(pool, block)

@@ -12,6 +12,7 @@ import msgspec
 
 from oomph.config import TrainConfig
 from oomph.devices import Device
+from oomph.predict.cpu_kernels import KEPT_BYTES, OOMPH_KEPT_BYTES
 from oomph.predict.kernels import (
     BEST,
     EARLY_COMPILED,
@@ -44,7 +45,7 @@ class _Work(NamedTuple):
     times: int
     evaluates: bool
     reads: bool  # whether the host cuts a batch out of the data for it
-    ops: list[tuple[Op, int]]
+    ops: list[tuple[object, Op, int]]  # what makes its kind, one of them, how many
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -59,7 +60,7 @@ def predict_times(step: Step, config: TrainConfig, device: Device) -> Times | No
     """How long the step takes on the device; None where the device's rates are not known."""
     if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
         return None
-    program, works = program_of(config), _works(step)
+    program, works = program_of(config), _works(step, device)
     return Times(*(_run(works, config, device, program, assume) for assume in (BEST, LIKELY, WORST)))
 
 
@@ -67,7 +68,7 @@ def likely_seconds(step: Step, config: TrainConfig, device: Device) -> Seconds |
     """The likely time alone, as `predict_times` has it: for searches."""
     if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
         return None
-    return _run(_works(step), config, device, program_of(config), LIKELY)
+    return _run(_works(step, device), config, device, program_of(config), LIKELY)
 
 
 def program_of(config: TrainConfig) -> Program:
@@ -78,6 +79,7 @@ def program_of(config: TrainConfig) -> Program:
         allow_tf32=config.allow_tf32,
         attention_slowdown=EFFICIENT_SLOWDOWN if config.attention == "efficient" else flash,
         pads=config.compile and release >= PADDING_SINCE,
+        kept_bytes=OOMPH_KEPT_BYTES if config.trainer == "oomph" else KEPT_BYTES,
     )
 
 
@@ -103,35 +105,44 @@ def torch_release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _works(step: Step) -> list[_Work]:
+def _works(step: Step, device: Device) -> list[_Work]:
     """The step's operations by kind: a model's blocks repeat, so that few of them are really different."""
+    kind_of = _cpu_kind if device.cpu_rates is not None else _kind
     works = []
     for section in step.sections:
-        counts: dict[tuple[object, ...], list[Any]] = {}
+        counts: dict[object, list[Any]] = {}
         for op in section.ops:
-            key = (op.kernel, op.phase, op.shape, op.dtype, op.flops, op.bytes_moved)
-            found = counts.get(key)
+            kind = kind_of(op)
+            found = counts.get(kind)
             if found is None:
-                counts[key] = [op, op.times]
+                counts[kind] = [op, op.times]
             else:
                 found[1] += op.times
         evaluates = bool(section.ops) and section.ops[0].phase is Phase.EVAL
-        works.append(
-            _Work(section.times, evaluates, reads_batch(section), [(op, count) for op, count in counts.values()])
-        )
+        ops = [(kind, op, count) for kind, (op, count) in counts.items()]
+        works.append(_Work(section.times, evaluates, reads_batch(section), ops))
     return works
 
 
+def _kind(op: Op) -> object:
+    """Operations with equal ones take equal time on a card."""
+    return (op.kernel, op.phase, op.shape, op.dtype, op.flops, op.bytes_moved)
+
+
+def _cpu_kind(op: Op) -> object:
+    """On a CPU the function computed and the buffers made count as well."""
+    return (_kind(op), *op.name.split(".")[-2:], *(buffer.bytes for buffer in op.allocates))
+
+
 def _run(works: list[_Work], config: TrainConfig, device: Device, program: Program, assume: Assumptions) -> Seconds:
-    known: dict[tuple[object, ...], float] = {}
+    known: dict[object, float] = {}
     step_s = eval_s = 0.0
     for work in works:
         device_s, kernels = 0.0, 0
-        for op, count in work.ops:
-            key = (op.kernel, op.phase, op.shape, op.dtype, op.flops, op.bytes_moved)
-            seconds = known.get(key)
+        for kind, op, count in work.ops:
+            seconds = known.get(kind)
             if seconds is None:
-                seconds = known[key] = op_seconds(op, device, program, assume)
+                seconds = known[kind] = op_seconds(op, device, program, assume)
             device_s += count * seconds
             kernels += count * (op.kernel is not Kernel.NONE)
         seconds = max(device_s, host_seconds(kernels, work.reads, config, device, assume))

@@ -6,33 +6,34 @@ tensors that fit its caches move faster than its memory, and a large new tensor 
 
 from __future__ import annotations
 
-from oomph.devices.rates import CpuRates
+from oomph.devices.rates import ATTENTION_PRODUCTS, LONG_TOKENS, CpuRates, attention_scores
 from oomph.step.ops import Kernel, Op, Phase
+from oomph.units import MIB
 
-MIB = 2**20
-CACHED_BYTES, STREAMED_BYTES = (
-    8 * MIB,
-    64 * MIB,
-)  # what one operation moves: within a core's share of cache, far past it
+CACHED_BYTES, STREAMED_BYTES = 8 * MIB, 64 * MIB  # what one operation moves: within a core's share of cache, far past
 # glibc serves smaller buffers from memory it keeps; from here on it asks the system for new pages each time
-# (mallopt(3), M_MMAP_THRESHOLD: at most 32 MiB on 64-bit systems).
-NEW_PAGES_BYTES = 32 * MIB
-ATTENTION_PRODUCTS = 0.65  # of the matrix products' rate, for the small blocks of torch's CPU flash attention
+# (mallopt(3), M_MMAP_THRESHOLD: it grows by itself to at most 32 MiB on 64-bit systems; oomph's trainer sets it).
+KEPT_BYTES, OOMPH_KEPT_BYTES = 32 * MIB, 16 * MIB
 BACKWARD_SCORES = 2.7  # work on one attention score besides its products, backward against forward
-DISPATCHES = 7  # an operator in a module under autograd (about 10 µs) against a bare one: Python, graph node, engine
+NOISE = ".noise"  # how dropout's random numbers end their name
+EXPONENTIALS = ("gelu", "softmax")  # in the names of pointwise operations that wait for arithmetic, not for bytes
 
 
-def cpu_op_seconds(op: Op, rates: CpuRates, flops_per_s: float) -> float:
-    """Time of one operation. `flops_per_s` is the rate of its matrix products."""
-    new_bytes = sum(buffer.bytes for buffer in op.allocates if buffer.bytes >= NEW_PAGES_BYTES)
-    seconds = DISPATCHES * rates.dispatch_s + new_bytes * rates.page_s_per_byte
-    if op.kernel is Kernel.GEMM and op.flops:
-        return seconds + op.flops / flops_per_s
+def cpu_op_seconds(op: Op, rates: CpuRates, flops_per_s: float, kept_bytes: int = KEPT_BYTES) -> float:
+    """Time of one operation. `flops_per_s` is the rate of its matrix products; larger new buffers are new pages."""
+    made_bytes = sum(buffer.bytes for buffer in op.allocates)
+    new_bytes = sum(buffer.bytes for buffer in op.allocates if buffer.bytes >= kept_bytes)
+    seconds = rates.dispatch_s + new_bytes * rates.page_s_per_byte
     if op.kernel is Kernel.ATTENTION and op.flops:
         return seconds + attention_s(op, rates, flops_per_s)
-    if op.kernel is Kernel.REDUCTION or "gelu" in op.name:
+    traffic_bytes = op.bytes_moved + made_bytes  # a line is read before it is written, unless it was read already
+    if op.kernel is Kernel.GEMM and op.flops:  # operands are packed before the product, and not while it runs
+        return seconds + op.flops / flops_per_s + traffic_bytes / (rates.copy_gbs * 1e9)
+    if op.kernel is Kernel.REDUCTION or any(name in op.name for name in EXPONENTIALS):
         return seconds + op.bytes_moved / (rates.math_gbs * 1e9)
-    return seconds + op.bytes_moved / (stream_gbs(op.bytes_moved, rates) * 1e9)
+    if op.name.endswith(NOISE):
+        seconds += made_bytes / 4 * rates.random_s
+    return seconds + traffic_bytes / (stream_gbs(traffic_bytes, rates) * 1e9)
 
 
 def stream_gbs(moved_bytes: int, rates: CpuRates) -> float:
@@ -47,11 +48,6 @@ def attention_s(op: Op, rates: CpuRates, flops_per_s: float) -> float:
     scores = attention_scores(tokens)
     computed = scores / (tokens * (tokens + 1) / 2)  # the diagonal's blocks are computed whole
     work = BACKWARD_SCORES if op.phase is Phase.BACKWARD else 1.0
+    score_s = rates.long_score_s if tokens >= LONG_TOKENS else rates.score_s
     products_s = op.flops * computed / (flops_per_s * ATTENTION_PRODUCTS)
-    return products_s + batch * heads * scores * work * rates.score_s
-
-
-def attention_scores(tokens: int) -> float:
-    """Scores that torch's CPU kernel computes for one head: blocks of queries, each up to its last key."""
-    block = min(tokens, 256 if tokens >= 768 else 64 if tokens >= 192 else 32)
-    return tokens * (tokens + block) / 2
+    return products_s + batch * heads * scores * work * score_s

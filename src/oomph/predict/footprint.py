@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -53,9 +54,7 @@ class Footprint(msgspec.Struct, frozen=True):
 def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserve_mib: float = 0.0) -> Footprint:
     """The memory of a process that runs these steps, the run's first ones, one after another."""
     on_cpu = device.kind == "cpu"
-    peak = max(
-        (find_peak(step, 1 if on_cpu else CUDA_ROUNDING_BYTES) for step in steps), key=lambda p: p.allocated_bytes
-    )
+    peak = _peak(tuple(steps), 1 if on_cpu else CUDA_ROUNDING_BYTES)
     context_mib = device.context_mib or 0.0
     capacity_mib = device.usable_mib - reserve_mib if device.usable_mib is not None else None
     room_mib = None if capacity_mib is None else capacity_mib - context_mib
@@ -76,6 +75,12 @@ def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserv
         high_mib=held.reserved_mib * (1 + ALLOCATED_SPREAD) + context_mib + CONTEXT_SPREAD_MIB,
         peak=peak,
     )
+
+
+# On another card the same steps have the same peak, and take the same where there is room: they are told apart by
+# identity, so that a search which never asks twice loses nothing.
+_peak = lru_cache(maxsize=4)(find_peak)
+_roomy = lru_cache(maxsize=4)(reserve)
 
 
 def _breakdown(peak: Peak, allocated_mib: float) -> tuple[Part, ...]:
@@ -102,7 +107,7 @@ def _on_cpu(peak: Peak, room_mib: float | None) -> _Held:
 
 def _on_gpu(steps: Sequence[Step], config: TrainConfig, room_mib: float | None) -> _Held:
     """First on a card with room; where that is too much, on this card, which gives cache back before it fails."""
-    roomy = reserve(steps, None, config.expandable_segments)
+    roomy = _roomy(tuple(steps), None, config.expandable_segments)
     allocated_mib, reserved_mib = mib(roomy.peak_allocated_bytes), mib(roomy.peak_reserved_bytes)
     if room_mib is None or reserved_mib <= room_mib:
         return _Held(allocated_mib, reserved_mib, None if room_mib is None else True)

@@ -8,9 +8,10 @@ all cards; what differs between cards stands in the catalogue.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from oomph.devices import RATES, Device
-from oomph.predict.cpu_kernels import cpu_op_seconds
+from oomph.predict.cpu_kernels import KEPT_BYTES, cpu_op_seconds
 from oomph.step.ops import Kernel, Op, Phase
 
 
@@ -76,6 +77,7 @@ UNALIGNED_SHARE = 0.6
 # Of the full rate where an extent is odd, so that loads are two bytes wide. The PyTorch blog on nanoGPT (March 2023)
 # took 113 ms with a vocabulary of 50257 and 87 with 50304: the head's three products went from 11 to 37 ms.
 ODD_SHARE = 0.3
+UNCOMPILED = "loss.chunk_"  # products that the chunked loss calls from Python, whatever is compiled around them
 EXPONENTIALS_PER_CLOCK = 16  # a multiprocessor's special-function units, Volta to Blackwell (CUDA programming guide)
 BACKWARD_SOFTMAX = 2.0  # the backward recomputes the scores and forms their gradient: twice the pointwise work
 # FlashAttention-2 is written with Ampere's instructions. A Hopper multiprocessor runs those at 63 % of its full rate
@@ -92,6 +94,7 @@ class Program(msgspec.Struct, frozen=True):
     allow_tf32: bool  # float32 products on tensor cores
     attention_slowdown: float  # of the attention kernel it runs, against FlashAttention-2
     pads: bool  # the compiler pads matrices to aligned extents
+    kept_bytes: int = KEPT_BYTES  # on a CPU: from here on a buffer is made of new pages
 
 
 def op_seconds(op: Op, device: Device, program: Program, assume: Assumptions) -> float:
@@ -100,10 +103,11 @@ def op_seconds(op: Op, device: Device, program: Program, assume: Assumptions) ->
         return 0.0
     if device.cpu_rates is not None:
         rate = flops_per_s(device, op.dtype, assume, program.allow_tf32)
-        return cpu_op_seconds(op, device.cpu_rates, rate) / assume.cpu_ratio
+        return cpu_op_seconds(op, device.cpu_rates, rate, program.kept_bytes) / assume.cpu_ratio
     seconds = op.bytes_moved / bytes_per_s(device, assume)
     if op.kernel is Kernel.GEMM and op.flops:
-        seconds = max(seconds, gemm_seconds(op.shape, op.dtype, device, program, assume))
+        own = replace(program, pads=False) if program.pads and op.name.startswith(UNCOMPILED) else program
+        seconds = max(seconds, gemm_seconds(op.shape, op.dtype, device, own, assume))
     elif op.kernel is Kernel.ATTENTION and op.flops:
         seconds = max(seconds, program.attention_slowdown * attention_seconds(op, device, program, assume))
     return seconds if device.kind == "cpu" else seconds + assume.kernel_gap_s

@@ -26,10 +26,10 @@ class Peak(msgspec.Struct, frozen=True):
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of each kind of buffer at the peak, before rounding."""
-        totals: dict[str, int] = {}
+        totals: dict[Kind, int] = {}
         for buffer in self.live:
-            totals[buffer.kind.value] = totals.get(buffer.kind.value, 0) + buffer.bytes
-        return {kind.value: totals[kind.value] for kind in Kind if kind.value in totals}
+            totals[buffer.kind] = totals.get(buffer.kind, 0) + buffer.bytes
+        return {kind.value: totals[kind] for kind in Kind if kind in totals}
 
 
 def rounded(size_bytes: int, rounding_bytes: int) -> int:
@@ -37,9 +37,12 @@ def rounded(size_bytes: int, rounding_bytes: int) -> int:
     return -(-size_bytes // rounding_bytes) * rounding_bytes
 
 
-def find_peak(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Peak:
-    """The fullest moment of a step, and who holds it. The first of several equal ones."""
-    peak_bytes, section_index, op_index = find_moment(step, rounding_bytes)
+def find_peak(steps: Step | Sequence[Step], rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Peak:
+    """The fullest moment of a step, or of several, and who holds it. The first of several equal ones."""
+    each = (steps,) if isinstance(steps, Step) else steps
+    moments = [find_moment(step, rounding_bytes) for step in each]
+    at = max(range(len(each)), key=lambda index: moments[index][0])
+    step, (peak_bytes, section_index, op_index) = each[at], moments[at]
     section = step.sections[section_index]
     live = sorted(_live_at(step, section_index, op_index), key=lambda buffer: -buffer.bytes)
     return Peak(peak_bytes, section, section.ops[op_index], tuple(live))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from oomph.config import DEFAULT_LOSS_CHUNK
+from oomph.config import usual_loss_chunk
 from oomph.fitting.cards import CardOption, Cards
 from oomph.fitting.patch import PATCH, WHY_SAFE
 from oomph.fitting.propose import layers
@@ -119,7 +119,7 @@ def describe(option: Option) -> str:
         "expandable_segments": "expandable segments" if config.expandable_segments else "fixed segments",
     }
     said = [words[key] for key in words if key in option.changes]
-    if config.trainer == "oomph" and config.loss_chunk != DEFAULT_LOSS_CHUNK:  # oomph's own default needs no word
+    if config.trainer == "oomph" and config.loss_chunk != usual_loss_chunk(config):  # oomph's own default needs no word
         said.append(f"loss by {config.loss_chunk}" if config.loss_chunk else "loss at once")
     return ", ".join([f"{config.batch_size} × {config.gradient_accumulation_steps}", *said])
 

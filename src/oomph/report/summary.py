@@ -85,6 +85,20 @@ def summarise(plans: Sequence[Plan], now: datetime | None = None, *, brief: bool
     )
 
 
+def joined(first: Summary, other: Summary) -> Summary:
+    """The brief report of two plans from the reports of each: what `summarise` says of both, where the two were made in
+    different processes."""
+    own = sum(heading == first.verdicts[0].program for heading, _ in first.facts)
+    return msgspec.structs.replace(
+        first,
+        verdicts=(*first.verdicts, *other.verdicts),
+        bars=(*first.bars, *other.bars),
+        components=tuple(dict.fromkeys((*first.components, *other.components))),
+        facts=(*first.facts[:own], other.facts[0], *first.facts[own:]),
+        notes=tuple(dict.fromkeys((*first.notes, *other.notes))),
+    )
+
+
 def _title(plan: Plan) -> str:
     config = plan.config
     if plan.traced:

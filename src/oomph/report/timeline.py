@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from oomph.planner import Plan
-from oomph.predict.memory import Timeline, timeline
+from oomph.predict.memory import Peak, Timeline, timeline
 from oomph.report.palette import look
 from oomph.step.ops import Step
 from oomph.units import MIB, mib
@@ -17,8 +18,13 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 
 def step_of_peak(plan: Plan) -> Step:
     """The step in which the peak lies, without the micro-steps that only repeat."""
-    step = next(step for step in plan.steps if plan.memory.peak.section in step.sections)
-    shown = [section for section in step.sections if section.times <= 1 or section is plan.memory.peak.section]
+    return step_with(plan.memory.peak, plan.steps)
+
+
+def step_with(peak: Peak, steps: Sequence[Step]) -> Step:
+    """The one of these steps in which that peak lies, without the micro-steps that only repeat."""
+    step = next(step for step in steps if peak.section in step.sections)
+    shown = [section for section in step.sections if section.times <= 1 or section is peak.section]
     return Step(step.resident, tuple(shown))
 
 

@@ -116,7 +116,11 @@ class Case:
             add("reserved, in the snapshot", recording.peak_reserved_bytes / MIB, reserved)
         add("tensors at the peak, by torch", self.run.printed.peak_allocated_mib, allocated)
         logged = self.run.steps.totals["memory_mib"]
-        add("tensors, as logged", logged.high if logged.count else None, allocated)
+        high_mib = logged.high if logged.count else None
+        if self.plan is not None and self.plan.device.kind == "cpu":  # oomph train's figure is the process there
+            add("the process, as logged", high_mib, total if self.plan.memory.context_mib else None)
+        else:
+            add("tensors, as logged", high_mib, allocated)
         return found
 
 

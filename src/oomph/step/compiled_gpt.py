@@ -114,6 +114,7 @@ class Checkpoint(msgspec.Struct, eq=False):
     """What a block keeps that backward will compute again: its input, or both embeddings where that is their sum."""
 
     entry: tuple[Buffer, ...]
+    random: tuple[Buffer, ...] = ()  # on a CPU the state its fused attention began with, which might draw numbers
 
 
 class Recomputed(msgspec.Struct, eq=False):

@@ -24,7 +24,7 @@ class Again(Layers):
         block = self.saved.blocks[index]
         assert isinstance(block, Checkpoint)
         before, self.p.block = self.p.block, index
-        again = Forward(self.p, self.s, training=True).recompute(index, block.entry, index == self.s.checkpointed - 1)
+        again = Forward(self.p, self.s, training=True).recompute(index, block, index == self.s.checkpointed - 1)
         self.p.block = before
         return again
 

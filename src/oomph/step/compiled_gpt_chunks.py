@@ -1,7 +1,10 @@
-"""The chunked head and loss after a compiled model: an autograd function of its own, run eagerly.
+"""The chunked head and loss after a compiled model: an autograd function of its own.
 
-The model is compiled up to its hidden state. What the function allocates is described in `gpt_eager_loss`: gradients
-of the hidden state and of the head are made in the forward, a chunk of rows at a time.
+The model is compiled up to its hidden state. The function makes gradients of the hidden state and of the head in the
+forward, a chunk of rows at a time, as `gpt_eager_loss` describes it, but for what lies between a chunk's products.
+That is compiled, and comes to three kernels, which inductor's own plan of it shows: a softmax in one pass reads the
+logits in the compute dtype and writes a maximum and a total a row; a small one picks the targets and sums up; the last
+reads the logits again and writes their gradient in their place.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ def chunked_backward(p: Generated, s: Sizes, grads: tuple[Buffer, ...]) -> Buffe
     """The hidden state's gradient as the compiled backward takes it."""
     hidden, _ = grads
     count = s.rows * s.width
+    scale = _made(p, "loss.scale", 4, Kind.LOGITS)
     p.run("loss.backward", Kernel.POINTWISE, 2 * count * s.compute + 2 * s.vocab * s.width * s.weight)
-    if s.compute == s.weight:
-        return hidden
-    flow = _made(p, "loss.grad_hidden.float", count * s.weight, Kind.TEMPORARY)
-    p.release(hidden)
+    flow = hidden
+    if s.compute != s.weight:
+        flow = _made(p, "loss.grad_hidden.float", count * s.weight, Kind.TEMPORARY)
+        p.release(hidden)
+    p.release(scale)
     return flow
 
 
@@ -52,26 +57,25 @@ def _made(p: Generated, name: str, size_bytes: int, kind: Kind) -> Buffer:
 
 
 def _chunk(p: Generated, s: Sizes, rows: int, learns: bool) -> None:
-    count = rows * s.vocab
-    logits = p.made("loss.chunk_logits", count * s.compute, Kind.LOGITS)
+    logits_bytes = rows * s.vocab * s.compute
+    logits = p.made("loss.chunk_logits", logits_bytes, Kind.LOGITS)
     p.product("loss.chunk_logits", rows, s.vocab, s.width, s.compute)
-    if s.compute == 2:
-        wide = _made(p, "loss.chunk_logits.float", 4 * count, Kind.LOGITS)
-        p.release(logits)
-        logits = wide
-    p.run("loss.chunk_softmax", Kernel.REDUCTION, 8 * count)
+    statistics = [p.made(f"loss.chunk_{what}", 4 * rows, Kind.LOGITS) for what in ("maximum", "total")]
+    p.run("loss.chunk_softmax", Kernel.REDUCTION, logits_bytes)
+    summed = p.made("loss.chunk_sum", 4, Kind.LOGITS)
+    p.run("loss.chunk_sum", Kernel.REDUCTION, (s.compute + 16) * rows)
     if learns:
-        p.run("loss.chunk_backward", Kernel.POINTWISE, 16 * count)
-        if s.compute == 2:
-            narrow = _made(p, "loss.chunk_logits.grad", 2 * count, Kind.LOGITS)
-            p.release(logits)
-            logits = narrow
+        p.run("loss.chunk_dlogits", Kernel.POINTWISE, 2 * logits_bytes)
+    p.release(*statistics)
+    if learns:
         p.product("loss.chunk_grad_hidden", rows, s.width, s.vocab, s.compute)
-        own = s.compute != s.weight
-        if own:
-            own_grad = p.made("loss.chunk_grad_weight", s.vocab * s.width * s.compute, Kind.TEMPORARY)
+        own: list[Buffer] = []
+        if s.compute != s.weight:
+            own.append(p.made("loss.chunk_grad_weight", s.vocab * s.width * s.compute, Kind.TEMPORARY))
         p.product("loss.chunk_grad_weight", s.vocab, s.width, rows, s.compute)
         if own:
             p.run("loss.chunk_grad_weight.sum", Kernel.POINTWISE, s.vocab * s.width * (s.compute + 2 * s.weight))
-            p.release(own_grad)
+            p.release(*own)
     p.release(logits)
+    p.run("loss.sum", Kernel.POINTWISE, 12)
+    p.release(summed)

@@ -10,6 +10,7 @@ from oomph.step.gpt_eager_kernels import FLASH_STATE_BYTES, cpu_flash_bytes, eff
 from oomph.step.ops import Buffer, Kernel, Kind
 
 EFFICIENT_STATE_BYTES = (8, 8)  # the memory-efficient kernel's seed and offset
+CPU_STATE_BYTES = 5056  # torch.get_rng_state(): the Mersenne twister and what it has drawn ahead
 FEW_SEQUENCES = 2  # up to here the partitioner finds the normalised input cheaper to save than the embeddings;
 FEW_SEQUENCES_DROPOUT = 3  # with dropout between both, one more
 
@@ -22,6 +23,7 @@ class Forward:
         self.keeps = training  # what is computed now is saved for backward
         self.dropping = sizes.dropout and training
         self.masks: list[Buffer] = []
+        self.random: tuple[Buffer, ...] = ()
         self.highest = 0  # of what is compiled, where the loss is not
 
     def write(self) -> Saved:
@@ -33,14 +35,14 @@ class Forward:
         blocks: list[SavedBlock | Checkpoint] = []
         for index in range(s.layers):
             p.block = index
-            self.masks = []
+            self.masks, self.random = [], ()
             block, half, norm = self.block(index, half, norm, stream)
             if self.training:
                 blocks.append(block)
         p.block = None
         return self.loss(blocks, norm, tuple(half.values()), first_mask)
 
-    def recompute(self, index: int, entry: tuple[Buffer, ...], outermost: bool) -> Recomputed:
+    def recompute(self, index: int, saved: Checkpoint, outermost: bool) -> Recomputed:
         """In the backward program: a checkpointed block once more.
 
         Of the outermost one everything, for the norm after it reads its output. The others go up to the MLP's inside,
@@ -52,11 +54,12 @@ class Forward:
         norm_1 = self.norm_again(f"{name}.ln_1", ())
         qkv = self.linear(f"{name}.attn.c_attn", norm_1.output, width, 3 * width, half)
         attention = self.attend(f"{name}.attn", qkv)
+        p.release(*saved.random)
         half |= self.cast(f"{name}.attn.c_proj", width * width)
         branch = self.linear(f"{name}.attn.c_proj", output_of(attention), width, width, half)
         half |= self.cast(f"{name}.mlp.c_proj", 4 * width * width) | self.cast(f"{name}.mlp.c_fc", 4 * width * width)
         written: tuple[Buffer, ...] = ()
-        if len(entry) > 1 or self.dropping:  # too much to read once more for the norm's gradient
+        if len(saved.entry) > 1 or self.dropping:  # too much to read once more for the norm's gradient
             written = (p.new(f"{name}.ln_2.input", count, 4, Kind.TEMPORARY),)
         if self.dropping:
             written += (p.new(f"{name}.attn.resid_dropout.random", count, 4, Kind.TEMPORARY),)
@@ -69,7 +72,7 @@ class Forward:
             end = self.linear(f"{name}.mlp.c_proj", gelu, 4 * width, width, half)
         elif written:
             p.drop(s.compute, branch)
-        norm_1.inputs = entry
+        norm_1.inputs = saved.entry
         kept = None if written and not outermost else branch
         return Recomputed(norm_1, qkv, attention, kept, norm_2, fc, gelu, end, half)
 
@@ -197,7 +200,7 @@ class Forward:
         else:
             rebuilt = self.training and index + 1 == s.checkpointed
             after = self.norm("ln_f" if last else f"h.{index + 1}.ln_1", stream, last=last, rebuilt=rebuilt)
-        return Checkpoint(norm_1.inputs) if checkpointed else saved, following, after
+        return Checkpoint(norm_1.inputs, self.random) if checkpointed else saved, following, after
 
     def inside(self, index: int, half: dict[str, Buffer], norm_1: SavedNorm, stream: Stream) -> SavedBlock:
         """A block up to its last product."""
@@ -297,6 +300,8 @@ class Forward:
         if s.kernel == "cpu":
             spent = cpu_flash_bytes(s.threads, s.tokens, shape[3])
             temporaries = (Buffer(f"{name}.sdpa.temporary", spent, Kind.ATTENTION, p.block),)
+            if self.training and not self.keeps:
+                self.random = (p.made(f"{name}.random", CPU_STATE_BYTES, Kind.ATTENTION),)
         else:
             state = FLASH_STATE_BYTES if s.kernel == "flash" else EFFICIENT_STATE_BYTES
             made += [p.made(f"{name}.random", each, Kind.ATTENTION) for each in state]

@@ -55,7 +55,11 @@ class Layers:
     def attention(
         self, name: str, saved: SavedBlock | Recomputed, gradient: Buffer, keeps_output: bool = False
     ) -> Buffer:
-        """The attention kernel's backward, and its three results put side by side."""
+        """The attention kernel's backward, and its three results put side by side.
+
+        On a CPU the memory of what it returns does not serve again: inductor takes no input of a program there for
+        aligned, nor what a kernel makes of one, and asks the same alignment of a dead buffer and of the next.
+        """
         p, s = self.p, self.s
         if isinstance(saved.attention, Plain):
             return plain_backward(p, s, name, saved.attention, gradient, own=isinstance(saved, Recomputed))
@@ -72,12 +76,16 @@ class Layers:
             p.drop(s.compute, saved.qkv)
             if not keeps_output:
                 self.let_go(s.cuda, output)
-            p.drop(4, *rest)
+            if s.cuda:
+                p.drop(4, *rest)
+            else:
+                p.release(*rest)
         else:
             p.release(*saved.attention, saved.qkv)
         packed = p.new(f"{name}.sdpa.dqkv", s.rows * s.padded(3 * s.width), s.compute, Kind.TEMPORARY)
         p.run(f"{name}.sdpa.dqkv", Kernel.POINTWISE, 6 * count * s.compute)
-        p.drop(s.compute, *parts)
+        for part in parts:
+            self.let_go(s.cuda, part)
         return packed
 
     def linear(self, saved: SavedBlock, name: str, inputs: int, outputs: int, operand: Buffer | None) -> Buffer:

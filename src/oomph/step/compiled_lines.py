@@ -15,6 +15,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.codegen.common import WorkspaceArg
+from torch.utils import _pytree as pytree
 
 from oomph.step import gpt_eager_kernels as kernels
 from oomph.step.compiled_inductor import Planned, storage_bytes, view_numel
@@ -61,6 +62,8 @@ class Reader:
         self.inputs = tuple(inputs)
         self.storages: dict[str, _Storage] = {}
         self.by_buffer: dict[Buffer, _Storage] = {}
+        self.results: dict[str, _Storage] = {}  # of kernels that return several buffers, until each has its name
+        self.tuples: dict[str, list[_Storage]] = {}  # all that such a kernel returned, while its tuple is there
         self.order = {node.name: index for index, node in enumerate(planned.traced.graph.nodes)}
         self.ops: list[Op] = []
         self.fresh: list[Buffer] = []  # allocated since the last operation
@@ -127,17 +130,24 @@ class Reader:
         self.written.append(new)
 
     def _drop(self, name: str) -> None:
+        for each in self.tuples.pop(name, ()):
+            self._forget(each, name)
         storage = self.storages.get(name)
         if storage is None or name in self.output_names:
             return
         del self.storages[name]
+        self._forget(storage, name)
+
+    def _forget(self, storage: _Storage, name: str) -> None:
+        """One name less for a storage; without any it is free."""
         storage.names.discard(name)
         if not storage.names and not storage.held and self.ops:
             self.ops[-1] = msgspec.structs.replace(self.ops[-1], frees=(*self.ops[-1].frees, storage.buffer))
 
     def _return(self) -> None:
         kept = {self.storages[name] for name in self.output_names if name in self.storages}
-        left = {id(s): s for s in self.storages.values() if s not in kept and not s.held}
+        alive = [*self.storages.values(), *(storage for each in self.tuples.values() for storage in each)]
+        left = {id(s): s for s in alive if s not in kept and not s.held}
         if left or self.fresh:
             frees = tuple(storage.buffer for storage in left.values())
             self.ops.append(Op("return", self.phase, tuple(self.fresh), frees))
@@ -162,6 +172,8 @@ class Reader:
         self._add(name, kernel, dtype=dtype, bytes_moved=_gathered(list(touched.values()), kernel))
 
     def _extern(self, node: Any) -> None:
+        if isinstance(node.layout, ir.MultiOutputLayout):
+            self._several(node)
         sizes = [tuple(int(s) for s in i.get_size()) for i in node.inputs if hasattr(i, "get_size")]
         moved = sum(view_numel(i) * i.get_dtype().itemsize for i in node.inputs if hasattr(i, "get_size"))
         name = self._name(node)
@@ -192,14 +204,24 @@ class Reader:
         flops = (5 if backward else 2) * batch * heads * tokens * tokens * size  # causal: half of 2·T·T·size a product
         self._add(name, Kernel.ATTENTION, temporaries, shape=shape, flops=flops, bytes_moved=2 * moved, dtype=dtype)
 
+    def _several(self, node: Any) -> None:
+        """What a kernel allocates that returns a tuple, which holds all of it as long as it is there itself."""
+        name = node.get_name()
+        self.tuples[name] = []
+        for each in pytree.tree_leaves(node.outputs):
+            if not isinstance(each, ir.MultiOutput):
+                continue
+            buffer = Buffer(self._name(each), storage_bytes(self.planned, each), self._kind(each), self._block(each))
+            storage = self.by_buffer[buffer] = self.results[each.get_name()] = _Storage(buffer, held=False)
+            storage.names.add(name)
+            self.tuples[name].append(storage)
+            self.fresh.append(buffer)
+
     def _multi_output(self, line: Any) -> None:
-        node = self.planned.graph.get_buffer(line.result_name)
-        if node is None or not self.ops:
-            return
-        buffer = Buffer(self._name(node), storage_bytes(self.planned, node), self._kind(node), self._block(node))
-        self._bind(line.result_name, buffer)
-        last = self.ops[-1]
-        self.ops[-1] = msgspec.structs.replace(last, allocates=(*last.allocates, buffer))
+        storage = self.results.pop(line.result_name, None)
+        if storage is not None:
+            storage.names.add(line.result_name)
+            self.storages[line.result_name] = storage
 
     def _text(self, line: str) -> None:
         """The one computation inductor writes as text: the last round of a split reduction."""

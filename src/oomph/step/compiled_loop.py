@@ -16,6 +16,7 @@ import msgspec
 from oomph.step.gpt_eager_ledger import Held
 from oomph.step.gpt_eager_optimizer import Optimizer
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
+from oomph.step.renewal import copied, exchanged
 
 
 class Programs(msgspec.Struct, frozen=True, eq=False):
@@ -30,25 +31,6 @@ class Programs(msgspec.Struct, frozen=True, eq=False):
     grads: Mapping[str, Buffer]  # by parameter name
     evaluation: tuple[Op, ...]
     evaluation_outputs: tuple[Buffer, ...]  # the loss among them
-
-
-def copied(buffer: Buffer) -> Buffer:
-    """Another buffer like this one."""
-    return Buffer(buffer.name, buffer.bytes, buffer.kind, buffer.block)
-
-
-def exchanged(ops: Sequence[Op], new: Mapping[Buffer, Buffer]) -> list[Op]:
-    """The same operations on other buffers."""
-    result: list[Op] = []
-    keys = new.keys()
-    for op in ops:
-        if not (keys.isdisjoint(op.allocates) and keys.isdisjoint(op.frees)):
-            allocates = tuple([new.get(buffer, buffer) for buffer in op.allocates])
-            frees = tuple([new.get(buffer, buffer) for buffer in op.frees])
-            work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times)
-            op = Op(op.name, op.phase, allocates, frees, *work)
-        result.append(op)
-    return result
 
 
 class Loop:
@@ -83,7 +65,7 @@ class Loop:
         for name, buffer in self.grads.items():
             optimizer.run.grads[name] = Held(optimizer.run.ledger, buffer)
         optimizer.step(first)
-        sections.append(optimizer.run.ledger.section("optimizer"))
+        sections.append(Section("optimizer", optimizer.run.ledger.ops()))
         if not first:
             sections += self._evaluate()
         return Step(tuple(resident), tuple(sections))

@@ -1,25 +1,28 @@
 """The eager training step of a nanoGPT-shaped model, by arithmetic: every allocation and every free, in order.
 
 It simulates the program, not an ideal: nanoGPT's loop keeps the logits of one micro-step until the next has made
-its own, fetches the next batch before backward, and lets gradients go after the optimizer's step. The layers are in
-`gpt_eager_layers`, attention in `gpt_eager_attention` and `gpt_eager_manual`, head and loss in `gpt_eager_loss`,
-clipping and optimizers in `gpt_eager_optimizer`. Checkpointed blocks run as
-torch.utils.checkpoint(use_reentrant=False) runs them.
+its own, fetches the next batch before backward, and lets gradients go after the optimizer's step. The model is in
+`gpt_eager_model`, clipping and optimizers in `gpt_eager_optimizer`.
+
+Two micro-steps are simulated: the one that makes the gradients, and one that adds to them. All others are one of these
+on other batches, logits and losses.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
 
 from oomph.config.schema import TrainConfig
-from oomph.step.gpt_eager_attention import attend
-from oomph.step.gpt_eager_layers import add, add_backward, dropout, gelu, layer_norm, linear
 from oomph.step.gpt_eager_ledger import Held
-from oomph.step.gpt_eager_loss import chunked_loss, whole_loss
-from oomph.step.gpt_eager_manual import attend_by_hand
+from oomph.step.gpt_eager_model import forward
 from oomph.step.gpt_eager_optimizer import Optimizer
-from oomph.step.gpt_eager_run import Node, Run, Sizes
-from oomph.step.ops import Buffer, Kernel, Kind, Phase, Section, Step
+from oomph.step.gpt_eager_run import Run, Sizes
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
+from oomph.step.renewal import copied, exchanged
 
 _SCALER = ("scaler.scale", "scaler.growth_tracker")
 
@@ -30,31 +33,22 @@ class Program:
     def __init__(self, config: TrainConfig, cuda: bool, threads: int) -> None:
         self.config = config
         self.run = Run(Sizes(config, cuda, threads))
-        self.micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
         self.batch: tuple[Held, Held] | None = None
         self.logits: Held | None = None
         self.loss: Held | None = None
-        self.scaler: list[Held] = []
-        self.scaled = config.dtype == "float16" and cuda and config.autocast
 
-    def start(self, optimizer: Optimizer, first: bool) -> list[Held]:
-        """What the program's variables hold as the step begins: after an earlier one, its last logits and loss too."""
-        run, rows = self.run, self.run.sizes.rows
-        hold = run.ledger.hold
-        self.batch = hold("batch.x", 8 * rows, Kind.INPUTS), hold("batch.y", 8 * rows, Kind.INPUTS)
-        held = [*self.batch]
-        if first:
-            return held
-        if self.scaled:
-            self.scaler = [hold(name, 4, Kind.OPTIMIZER) for name in _SCALER]
-            held += self.scaler
-        optimizer.state = optimizer.create_state()
-        held += optimizer.state
+    def start(self) -> None:
+        """What the variables hold as a step begins: what the one before it has left."""
+        sizes, hold = self.run.sizes, self.run.ledger.hold
+        self.batch = hold("batch.x", 8 * sizes.rows, Kind.INPUTS), hold("batch.y", 8 * sizes.rows, Kind.INPUTS)
         if self.config.return_logits and not self.config.loss_chunk:
-            self.logits = hold("lm_head.out", rows * run.sizes.vocab * run.sizes.compute_bytes, Kind.LOGITS)
-            held.append(self.logits)
-        self.loss = hold("loss.scaled", run.sizes.loss_bytes, Kind.LOGITS)
-        return [*held, self.loss]
+            self.logits = hold("lm_head.out", sizes.rows * sizes.vocab * sizes.compute_bytes, Kind.LOGITS)
+        self.loss = hold("loss.scaled", sizes.loss_bytes, Kind.LOGITS)
+
+    def carried(self) -> tuple[Buffer, ...]:
+        """What they hold now: the batch, the logits where they are kept, the loss."""
+        held = (*(self.batch or ()), self.logits, self.loss)
+        return tuple([each.buffer for each in held if each is not None])
 
     def fetch(self) -> tuple[Held, Held]:
         """The next batch on the device: int64 tokens and targets."""
@@ -79,11 +73,10 @@ class Program:
         run.half_weights = None
         self.batch = self.fetch()
         run.ledger.phase = Phase.BACKWARD
-        if self.scaled and not self.scaler:
-            self.scaler = [run.ledger.make(name, 4, Kind.OPTIMIZER) for name in _SCALER]
-        amplified = run.ledger.make("loss.amplified", 4, Kind.LOGITS) if self.scaled else None
+        scaled = _is_scaled(run.sizes)
+        amplified = run.ledger.make("loss.amplified", 4, Kind.LOGITS) if scaled else None
         root = run.ledger.make("loss.grad", self.loss.bytes, Kind.LOGITS)
-        if self.scaled:
+        if scaled:
             run.grad = run.ledger.make("loss.amplified.dx", 4, Kind.LOGITS)
         run.grad = run.ledger.make("loss.scaled.dx", self.loss.bytes, Kind.LOGITS)
         run.backward()
@@ -91,150 +84,68 @@ class Program:
         run.nodes = None
         del root, amplified
 
-    def evaluate(self) -> list[Section]:
+    def evaluate(self) -> tuple[tuple[Op, ...], ...]:
         """estimate_loss: a first batch, then another while the first one's tensors are still held."""
         run = self.run
         run.training, run.nodes, run.ledger.phase = False, None, Phase.EVAL
-        sections: list[Section] = []
         logits: Held | None = None
-        for name, times in (
-            ("evaluation, first batch", 1),
-            ("evaluation, later batches", 2 * self.config.eval_iters - 1),
-        ):
+        batches: list[tuple[Op, ...]] = []
+        while len(batches) < 2:
             batch = self.fetch()
             run.half_weights = {}
             logits, loss = forward(run, self.config, *batch)
             if not self.config.return_logits:
                 logits = None
             run.half_weights = None
-            if sections:
+            if batches:
                 del batch, logits, loss
-            sections.append(run.ledger.section(name, times))
-        run.training = True
-        return sections
+            batches.append(run.ledger.ops())
+        return tuple(batches)
 
 
-def forward(run: Run, config: TrainConfig, tokens: Held, targets: Held) -> tuple[Held | None, Held]:
-    """GPT.forward with targets."""
-    sizes, ledger = run.sizes, run.ledger
-    width_bytes = sizes.width * sizes.weight_bytes
-    positions = ledger.make("positions", 8 * sizes.tokens, Kind.INPUTS)
-    token = ledger.make("wte", sizes.rows * width_bytes, Kind.ACTIVATIONS, Kernel.INDEX, 2 * sizes.rows * width_bytes)
-    position = ledger.make(
-        "wpe", sizes.tokens * width_bytes, Kind.ACTIVATIONS, Kernel.INDEX, 2 * sizes.tokens * width_bytes
-    )
-    x = ledger.make("embedding", sizes.rows * width_bytes, Kind.ACTIVATIONS, moved=3 * sizes.rows * width_bytes)
-    run.save(_embedding_backward, "embedding", [tokens, positions])
-    embedded = (token, position) if config.trainer == "nanogpt" else ()  # nanoGPT's forward holds both to its end
-    del token, position
-    x = dropout(run, "drop", x)
-    for index in range(config.n_layer):
-        ledger.block = index
-        if run.nodes is not None and index < config.checkpoint_layers:
-            x = _checkpointed(run, f"h.{index}", x)
-        else:
-            x = block(run, f"h.{index}", x)
-    ledger.block = None
-    x = layer_norm(run, "ln_f", x)
-    logits: Held | None = None
-    if config.loss_chunk:
-        loss = chunked_loss(run, x, config.loss_chunk)
-    else:
-        logits, loss = whole_loss(run, x, targets)
-    del embedded
-    return logits, loss
+def _is_scaled(sizes: Sizes) -> bool:
+    """Whether a GradScaler multiplies the loss."""
+    return sizes.dtype == "float16" and sizes.autocast
 
 
-def block(run: Run, name: str, x: Held) -> Held:
-    """Block.forward: attention and MLP, each added to the stream."""
-    middle = add(run, f"{name}.attn.add", x, _attention(run, f"{name}.attn", layer_norm(run, f"{name}.ln_1", x)))
-    return add(run, f"{name}.mlp.add", middle, _mlp(run, f"{name}.mlp", layer_norm(run, f"{name}.ln_2", middle)))
+class MicroSteps(msgspec.Struct, frozen=True, eq=False):
+    """The micro-step that makes the gradients, and after it one that adds to them."""
+
+    ops: tuple[tuple[Op, ...], ...]
+    carried: tuple[tuple[Buffer, ...], ...]  # what the program's variables hold before each of them, and at the end
+    grads: dict[str, Buffer]
+
+    def repeated(self, micro_steps: int) -> list[tuple[Op, ...]]:
+        """So many of them, one after another."""
+        result = list(self.ops[:micro_steps])
+        held = self.carried[-1]
+        while len(result) < micro_steps:
+            following = tuple(map(copied, held))
+            before, after = self.carried[-2:]
+            new = dict(zip((*before, *after), (*held, *following), strict=True))
+            result.append(tuple(exchanged(self.ops[-1], new)))
+            held = following
+        return result
 
 
-def _checkpointed(run: Run, name: str, x: Held) -> Held:
-    """The block without a graph: torch.utils.checkpoint keeps its input alone."""
-    nodes, run.nodes = run.nodes, None
-    out = block(run, name, x)
-    run.nodes = nodes
-    run.save(_checkpointed_backward, name, [x])
-    return out
+@lru_cache(maxsize=8)  # a plan asks twice, for the first step and a later one
+def simulated(config: TrainConfig, cuda: bool, threads: int, count: int) -> MicroSteps:
+    """The first `count` micro-steps of a step."""
+    program = Program(config, cuda, threads)
+    program.start()
+    ops, carried = [], [program.carried()]
+    for _ in range(count):
+        program.micro_step()
+        ops.append(program.run.ledger.ops())
+        carried.append(program.carried())
+    grads = {name: held.buffer for name, held in program.run.grads.items()}
+    return MicroSteps(tuple(ops), tuple(carried), grads)
 
 
-def _checkpointed_backward(run: Run, node: Node) -> None:
-    """The block once more when its first saved tensor is asked for, up to the last one, then its own backward.
-
-    The addition that ends the block saves nothing, so its gradient is cast before that.
-    """
-    (x,) = node.saved
-    node.saved.clear()
-    sizes, name = run.sizes, node.name
-    branch_bytes = sizes.rows * sizes.width * sizes.compute_bytes
-    add_backward(run, Node(add_backward, f"{name}.mlp.add", [], (branch_bytes,)))
-    grad = run.take_grad()
-    nodes, run.nodes = run.nodes, []
-    run.half_weights = {}
-    _recompute(run, name, x)
-    del x
-    run.half_weights = None
-    run.grad = grad
-    del grad
-    run.recomputed = True
-    run.backward()
-    run.recomputed = False
-    run.nodes = nodes
-
-
-def _recompute(run: Run, name: str, x: Held) -> None:
-    """Block.forward until nothing more is to be saved."""
-    middle = add(run, f"{name}.attn.add", x, _attention(run, f"{name}.attn", layer_norm(run, f"{name}.ln_1", x)))
-    _mlp(run, f"{name}.mlp", layer_norm(run, f"{name}.ln_2", middle), stop=True)
-
-
-def _attention(run: Run, name: str, x: Held) -> Held:
-    width, bias = run.sizes.width, run.sizes.bias
-    qkv = linear(run, f"{name}.c_attn", x, (width, 3 * width), bias)
-    if run.sizes.by_hand:
-        y, _weights = attend_by_hand(run, f"{name}.scores", qkv)  # nanoGPT's variable lives as long as this one
-    else:
-        y = attend(run, f"{name}.sdpa", qkv)
-    return dropout(run, f"{name}.resid_dropout", linear(run, f"{name}.c_proj", y, (width, width), bias))
-
-
-def _mlp(run: Run, name: str, x: Held, stop: bool = False) -> Held:
-    """MLP.forward; `stop` leaves it as soon as nothing more is to be saved for backward."""
-    width, bias = run.sizes.width, run.sizes.bias
-    y = linear(run, f"{name}.c_fc", x, (width, 4 * width), bias)
-    y = gelu(run, f"{name}.gelu", y)
-    y = linear(run, f"{name}.c_proj", y, (4 * width, width), bias, stop=stop and not run.sizes.dropout)
-    return dropout(run, f"{name}.dropout", y, stop)
-
-
-def _embedding_backward(run: Run, node: Node) -> None:
-    """Both tables' gradients; a tied head's, which has waited since the loss, joins the tokens'."""
-    sizes, ledger = run.sizes, run.ledger
-    tokens, positions = node.saved
-    node.saved.clear()
-    grad = run.take_grad()
-    row_bytes = sizes.width * sizes.weight_bytes
-    summed = ledger.make("wpe.dx", sizes.tokens * row_bytes, Kind.TEMPORARY, Kernel.REDUCTION, grad.bytes)
-    table_bytes = sizes.tokens * row_bytes
-    grads = [ledger.make("wpe.weight.grad", table_bytes, Kind.GRADIENTS, Kernel.INDEX, 3 * table_bytes)]
-    del summed, positions
-    run.accumulate("wpe.weight", grads)
-    table_bytes = sizes.vocab * row_bytes
-    grads.append(
-        ledger.make("wte.weight.grad", table_bytes, Kind.GRADIENTS, Kernel.INDEX, table_bytes + 2 * grad.bytes)
-    )
-    del grad, tokens
-    if run.waiting is not None:
-        total, run.waiting = run.waiting, None
-        if sizes.autocast or sizes.chunked:
-            ledger.note("wte.weight.tied", (), Kernel.POINTWISE, 3 * table_bytes)
-        else:  # a view, which the engine does not add into: the sum is a third buffer
-            total = ledger.make("wte.weight.tied", table_bytes, Kind.GRADIENTS, moved=3 * table_bytes)
-        grads[0] = total
-        del total
-    run.accumulate("wte.weight", grads)
+@lru_cache(maxsize=8)
+def simulated_evaluation(config: TrainConfig, cuda: bool, threads: int) -> tuple[tuple[Op, ...], ...]:
+    """A first batch of an evaluation, and a later one."""
+    return Program(config, cuda, threads).evaluate()
 
 
 def build(
@@ -251,27 +162,58 @@ def build(
     `workspace_bytes` are what the matrix library holds from its first call on; `threads` the CPU's, by default one a
     core, as PyTorch has it.
     """
-    program = Program(config, cuda, threads or os.cpu_count() or 1)
-    run = program.run
-    optimizer = Optimizer(config, run)
-    weight_bytes = run.sizes.weight_bytes
-    resident = [Buffer(p.name, p.numel * weight_bytes, Kind.PARAMETERS, p.block) for p in optimizer.everything]
-    if run.sizes.by_hand:
-        triangle_bytes = config.block_size**2 * weight_bytes
+    threads = threads or os.cpu_count() or 1
+    alike = msgspec.structs.replace(config, gradient_accumulation_steps=1, world_size=1, eval_iters=1)
+    count = max(1, config.gradient_accumulation_steps // config.world_size)
+    micro_steps = simulated(alike, cuda, threads, min(count, 2))
+    evaluation: list[Section] = []
+    if evaluates:
+        batches = simulated_evaluation(alike, cuda, threads)
+        later = Section("evaluation, later batches", batches[1], 2 * config.eval_iters - 1)
+        evaluation = [Section("evaluation, first batch", batches[0]), later]
+    optimizer = Optimizer(config, Run(Sizes(config, cuda, threads)))
+    resident, training = _training(optimizer, micro_steps, count, first)
+    everything = [*_parameters(optimizer), *(Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes)]
+    sections = [*evaluation, *training] if first else [*training, *evaluation]
+    return Step((*everything, *resident), tuple(sections))
+
+
+def _parameters(optimizer: Optimizer) -> list[Buffer]:
+    """The model's parameters and buffers."""
+    config, sizes = optimizer.config, optimizer.run.sizes
+    found = [Buffer(p.name, p.numel * sizes.weight_bytes, Kind.PARAMETERS, p.block) for p in optimizer.everything]
+    if sizes.by_hand:
+        triangle_bytes = config.block_size**2 * sizes.weight_bytes
         names = [(f"transformer.h.{index}.attn.bias", index) for index in range(config.n_layer)]
-        resident += [Buffer(name, triangle_bytes, Kind.ATTENTION, index) for name, index in names]
-    resident += [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
-    held = program.start(optimizer, first)
-    resident += [each.buffer for each in held]
-    del held
-    sections = program.evaluate() if first and evaluates else []
-    for index in range(min(program.micro_steps, 3)):
-        program.micro_step()
-        last = program.micro_steps > 3 and index == 2
-        name = f"micro-steps 3 to {program.micro_steps}" if last else f"micro-step {index + 1}"
-        sections.append(run.ledger.section(name, program.micro_steps - 2 if last else 1))
+        found += [Buffer(name, triangle_bytes, Kind.ATTENTION, index) for name, index in names]
+    return found
+
+
+def _training(
+    optimizer: Optimizer, micro_steps: MicroSteps, count: int, first: bool
+) -> tuple[list[Buffer], list[Section]]:
+    """What the program holds before a step beside the parameters, and the step."""
+    scaler = [Buffer(name, 4, Kind.OPTIMIZER) for name in _SCALER] if _is_scaled(optimizer.run.sizes) else []
+    ops = micro_steps.repeated(min(count, 3))
+    batch, left = micro_steps.carried[0][:2], micro_steps.carried[0][2:]
+    resident = [*batch]
+    if first:
+        ops[0] = _beginning(ops[0], left, scaler)
+    else:
+        optimizer.state = optimizer.create_state()
+        resident += [*scaler, *(held.buffer for held in optimizer.state), *left]
+    sections = [Section(f"micro-step {index}", each) for index, each in enumerate(ops, 1)]
+    if count > 3:
+        sections[-1] = Section(f"micro-steps 3 to {count}", ops[-1], count - 2)
+    for name, buffer in micro_steps.grads.items():
+        optimizer.run.grads[name] = Held(optimizer.run.ledger, buffer)
     optimizer.step(first)
-    sections.append(run.ledger.section("optimizer"))
-    if not first and evaluates:
-        sections += program.evaluate()
-    return Step(tuple(resident), tuple(sections))
+    return resident, [*sections, Section("optimizer", optimizer.run.ledger.ops())]
+
+
+def _beginning(ops: Sequence[Op], left: Sequence[Buffer], scaler: Sequence[Buffer]) -> tuple[Op, ...]:
+    """A run's first micro-step: no earlier one has left anything, and the gradient scaler is made before backward."""
+    gone = exchanged(ops, dict.fromkeys(left))
+    at = next(index for index, op in enumerate(gone) if op.phase is Phase.BACKWARD)
+    made = [Op(buffer.name, Phase.BACKWARD, (buffer,), (), Kernel.POINTWISE) for buffer in scaler]
+    return (*gone[:at], *made, *gone[at:])

@@ -8,7 +8,7 @@ and an option that changes who holds what (no gradients, checkpointing, returned
 
 from __future__ import annotations
 
-from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 
 Record = tuple[str, Phase, tuple[Buffer, ...], list[Buffer], Kernel, tuple[int, ...], str, int, int, int]
 
@@ -53,11 +53,11 @@ class Ledger:
         self.records.append((name, self.phase, (buffer,), frees, kernel, (), "float32", 0, moved, self.times))
         return Held(self, buffer)
 
-    def section(self, name: str, times: int = 1) -> Section:
-        """Everything noted since the last section. Frees that follow still belong to its last operation."""
+    def ops(self) -> tuple[Op, ...]:
+        """Everything noted since the last time it was asked for."""
         ops = tuple([Op(n, p, a, tuple(f), k, s, d, fl, m, t) for n, p, a, f, k, s, d, fl, m, t in self.records])
         self.records = []
-        return Section(name, ops, times)
+        return ops
 
 
 class Held:

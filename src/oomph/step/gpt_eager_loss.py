@@ -1,7 +1,8 @@
 """The head and the loss of an eager step: all logits at once as nanoGPT has them, or a chunk of rows at a time.
 
 The chunked loss is `oomph.training.loss.chunked_loss`: one autograd function that computes the loss and its gradients
-in the forward, so that no more than a chunk's logits ever exist. For `hidden` (rows, width) and the head's `weight`:
+in the forward, so that no more than a chunk's logits ever exist. For `hidden` (rows, width) and the head's `weight`,
+where nothing is compiled (`compiled_gpt_chunks` says what else differs where it is):
 
 1. Under autocast `hidden`, then `weight`, are cast to half; the copies live until the forward returns.
 2. The running loss is made (float32, zero); with gradients also `grad_hidden`, empty and like the cast `hidden`, and
@@ -13,8 +14,8 @@ in the forward, so that no more than a chunk's logits ever exist. For `hidden` (
 5. A product with `weight` writes the chunk's rows of `grad_hidden`. A product with the chunk's `hidden` is added into
    `grad_weight`: by the product itself, or, if that is float32 and the product half, from a buffer of its own.
 
-The backward multiplies both gradients by the incoming one in place, casts `grad_hidden` to the precision that `hidden`
-had, and hands them on.
+The backward makes a number of the incoming gradient and the rows, multiplies both gradients by it in place, casts
+`grad_hidden` to the precision that `hidden` had, and hands them on.
 """
 
 from __future__ import annotations
@@ -140,11 +141,12 @@ def _chunked_loss_backward(run: Run, node: Node) -> None:
     grad = run.take_grad()
     weight = [node.saved.pop()]
     hidden = node.saved.pop()
+    scale = ledger.make("loss.scale", 4, Kind.LOGITS)
     ledger.note("loss.grad_hidden", (), Kernel.POINTWISE, 2 * hidden.bytes)
     ledger.note("loss.grad_weight", (), Kernel.POINTWISE, 2 * weight[0].bytes)
     if cast:
         hidden = ledger.make(f"{HEAD}.dx.float", 2 * hidden.bytes, Kind.TEMPORARY, moved=3 * hidden.bytes)
-    del grad
+    del grad, scale
     run.grad = hidden
     del hidden
     run.accumulate(f"{HEAD}.weight", weight)

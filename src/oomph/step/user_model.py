@@ -30,6 +30,7 @@ class Traced(msgspec.Struct, frozen=True):
 
     parameters: tuple[Parameter, ...]
     steps: tuple[Step, Step]  # the first optimizer step, and a later one
+    own_inputs: tuple[tuple[int, ...], ...] = ()  # shapes, where the function brought its inputs
 
 
 def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: tuple[int, int] | None = None) -> Traced:
@@ -39,12 +40,12 @@ def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: t
     block_size), and returns a loss, or a tuple with one; or it returns that module and the inputs to call it with.
     """
     with redirect_stdout(sys.stderr):  # what the model prints is not part of our answer
-        build, inputs = _builder(spec, config)
+        build, inputs, own = _builder(spec, config)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build()
             parameters = tuple(Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in model.named_parameters())
         steps = _steps(spec, build, inputs, config, cuda, capability)
-    return Traced(parameters, steps)
+    return Traced(parameters, steps, tuple(tuple(t.shape) for t in inputs) if own else ())
 
 
 def _steps(
@@ -86,20 +87,21 @@ def _steps(
     return Step(first.resident + held, first.sections), Step(later.resident + held, later.sections)
 
 
-def _builder(spec: str, config: TrainConfig) -> tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]:
+def _builder(spec: str, config: TrainConfig) -> tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], bool]:
+    """The function that builds the model, the inputs it is called with, and whether these are its own."""
     path, colon, function = spec.rpartition(":")
     ids = torch.zeros((config.batch_size, config.block_size), dtype=torch.int64)
     if spec.endswith(".json"):
-        return _hugging_face(Path(spec)), (ids, ids)
+        return _hugging_face(Path(spec)), (ids, ids), False
     if not colon or not path.endswith(".py"):
         raise InputError(Problem(f"--model {spec}", "names no model", allowed="file.py:function, or a config.json"))
     build = _function(Path(path), function)
     with FakeTensorMode(allow_non_fake_inputs=True):
         made = _call(spec, build)
     if isinstance(made, nn.Module):
-        return build, (ids, ids)
+        return build, (ids, ids), False
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return lambda: build()[0], tuple(torch.zeros(t.shape, dtype=t.dtype) for t in made[1])
+        return lambda: build()[0], tuple(torch.zeros(t.shape, dtype=t.dtype) for t in made[1]), True
     allowed = "an nn.Module, or a tuple of an nn.Module and its inputs"
     raise InputError(Problem(spec, "returns no model", found=type(made).__name__, allowed=allowed))
 

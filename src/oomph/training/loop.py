@@ -17,7 +17,7 @@ from oomph.training.memory import MemoryMeter
 from oomph.training.metrics import Metrics
 from oomph.training.options import Habits
 from oomph.training.progress import Log, step_line
-from oomph.training.result import Result, hold_against
+from oomph.training.result import Held, Result, hold_memory
 from oomph.training.signals import StopAsked
 from oomph.training.state import Standing, pack
 from oomph.training.trainer import Interrupted, NotFiniteError, Shrunk, StepResult, Trainer
@@ -214,7 +214,7 @@ class Loop:
         self.durations_s.clear()
         rate = self.tokens_per_step / step_s
         mfu = self.plan.compute.flops_per_step / step_s / self.peak_flops if self.peak_flops else None
-        memory_mib = self.meter.now_mib()
+        memory_mib = self.meter.peak_mib()
         self._write(
             result.step,
             tokens=self._tokens(),
@@ -258,7 +258,8 @@ class Loop:
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
         step_ms = self.warm_s / self.warm_steps * 1e3 if self.warm_steps else None
-        memory, time_held = hold_against(self.plan, self.meter, step_ms)
+        planned_ms = self.plan.time.step_ms if self.plan.time else None
+        memory, reserved = hold_memory(self.plan, self.meter)
         best = self.standing.best_val_loss
         return Result(
             out_dir=self.config.out_dir,
@@ -271,8 +272,9 @@ class Loop:
             tokens=self._tokens(),
             seconds=self.standing.seconds,
             memory_mib=memory,
-            step_ms=time_held,
+            step_ms=Held(planned_ms, step_ms),
             shrunk=self.shrunk,
             batch_size=self.trainer.batch_size,
             interrupted=not finished,
+            reserved_mib=reserved,
         )

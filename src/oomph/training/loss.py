@@ -3,15 +3,26 @@
 `plain_loss` is the definition, and the oracle of the tests. `chunked_loss` computes the same in the memory of one
 chunk: the gradient of a chunk's logits needs nothing but those logits, so both products of the backward are done
 while they exist, and the backward only hands the results on.
+
+Between its products a chunk is softmax, gather, subtraction. torch's own kernels do that one after another, on float32
+logits. Beside a compiled model it is compiled too: inductor's kernels read the logits in the products' precision
+and write the gradient over them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+# What the gradient of the logits is multiplied with until the backward: a power of two, so that it rounds nothing.
+# In float16, divided by the rows at once, most of it would vanish (1e-9 a word, for 16,384 rows and 50,304 words);
+# and with no share at all the sum over a chunk could be too large, for a word that is everywhere.
+_SHARE = 1 / 8
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -19,27 +30,38 @@ def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), targets)
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """The same, `chunk` rows at a time. Under autocast the products run in its precision, the softmax in float32."""
+def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, compiled: bool = False) -> Tensor:
+    """The same, `chunk` rows at a time. Under autocast the products run in its precision, the softmax in float32.
+
+    `compiled`: what lies between the products is compiled, at its first call.
+    """
     kind = hidden.device.type
     half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss: Tensor = _ChunkedLoss.apply(hidden, weight, targets, chunk, half, learns)  # type: ignore[no-untyped-call]
+    settings = (chunk, half, learns, compiled)
+    loss: Tensor = _ChunkedLoss.apply(hidden, weight, targets, *settings)  # type: ignore[no-untyped-call]
     return loss
 
 
-def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, compiled: bool = False) -> Tensor:
     """The loss of hidden states (B, T, width): in chunks, or all at once where `chunk` is 0."""
     rows, wanted = hidden.flatten(0, 1), targets.flatten()
-    return chunked_loss(rows, weight, wanted, chunk) if chunk else plain_loss(rows, weight, wanted)
+    return chunked_loss(rows, weight, wanted, chunk, compiled) if chunk else plain_loss(rows, weight, wanted)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, half: torch.dtype | None, learns: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        half: torch.dtype | None,
+        learns: bool,
+        compiled: bool,
     ) -> Tensor:
-        ctx.hidden_dtype = hidden.dtype
+        ctx.hidden_dtype, ctx.rows = hidden.dtype, hidden.size(0)
         with torch.autocast(hidden.device.type, enabled=False):
             if half is not None:
                 cast_hidden, cast_weight = hidden.to(half), weight.to(half)
@@ -47,41 +69,78 @@ class _ChunkedLoss(torch.autograd.Function):
                 cast_hidden, cast_weight = hidden, weight
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             grads = (torch.empty_like(cast_hidden), torch.zeros_like(weight)) if learns else None
-            for first in range(0, hidden.size(0), chunk):
+            for first in range(0, ctx.rows, chunk):
                 part = slice(first, first + chunk)
-                loss -= _chunk(cast_hidden[part], cast_weight, targets[part], part, grads, hidden.size(0))
-            loss /= hidden.size(0)
+                loss -= _chunk(cast_hidden[part], cast_weight, targets[part], part, grads, compiled)
+            loss /= ctx.rows
         ctx.grads = grads
         return loss
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:
         (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # each is handed on: nothing here holds it
-        (scale,) = incoming
+        scale = incoming[0] * (1 / (ctx.rows * _SHARE))
         grad_hidden.mul_(scale)
         grad_weight.mul_(scale)
-        return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None
+        return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
 
 
 def _chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, part: slice, grads: tuple[Tensor, Tensor] | None, rows: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, part: slice, grads: tuple[Tensor, Tensor] | None, compiled: bool
 ) -> Tensor:
     """Sum of the targets' logarithms over one chunk; its share of both gradients is added to `grads`."""
-    logits = (hidden @ weight.t()).float()  # the half ones, if they were half, go at once
-    torch.log_softmax(logits, -1, out=logits)
-    picked = targets.unsqueeze(1)
-    logarithms = logits.gather(1, picked).sum()
-    if grads is None:
+    logarithms, gradient = (_fused if compiled else _plainly)(hidden, weight, targets, grads is not None)
+    if grads is None or gradient is None:
         return logarithms
     grad_hidden, grad_weight = grads
-    logits.exp_()
-    logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=logits.dtype))
-    logits.mul_(1 / rows)
-    gradient = logits.to(hidden.dtype)
-    del logits
     torch.mm(gradient, weight, out=grad_hidden[part])
     if gradient.dtype == grad_weight.dtype:
         grad_weight.addmm_(gradient.t(), hidden)
     else:  # a half product is summed into the float32 gradient
         grad_weight += gradient.t() @ hidden
     return logarithms
+
+
+def _plainly(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+    """A chunk's sum of logarithms, and the gradient of its logits: each step a kernel of torch's, in place."""
+    logits = (hidden @ weight.t()).float()  # the half ones, if they were half, go at once
+    torch.log_softmax(logits, -1, out=logits)
+    picked = targets.unsqueeze(1)
+    logarithms = logits.gather(1, picked).sum()
+    if not learns:
+        return logarithms, None
+    logits.exp_()
+    logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=logits.dtype))
+    logits.mul_(_SHARE)
+    return logarithms, logits.to(hidden.dtype)
+
+
+def _fused(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+    """The same by compiled kernels."""
+    logits = hidden @ weight.t()
+    if not learns:
+        return _compiled(log_sum)(logits, targets), None
+    return _compiled(log_sum_and_gradient)(logits, targets), logits
+
+
+@cache
+def _compiled(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Once a process, not once a trainer. Sizes are fixed until they change, as they do when memory runs out."""
+    return torch.compile(function)
+
+
+def log_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the targets' logarithms after a softmax over logits (rows, vocabulary)."""
+    return torch.log_softmax(logits.float(), 1).gather(1, targets.unsqueeze(1)).sum()
+
+
+def log_sum_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """The same; the logits become the gradient of the negative sum, times `_SHARE`.
+
+    Written so that inductor makes no float32 buffer of it: a comparison with the target where torch would scatter.
+    """
+    logarithms, picked = torch.log_softmax(logits.float(), 1), targets.unsqueeze(1)
+    summed = logarithms.gather(1, picked).sum()
+    is_target = torch.arange(logits.size(1), device=logits.device) == picked
+    logits.copy_((logarithms.exp() - is_target.float()) * _SHARE)
+    return summed

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomph.config import TrainConfig
 from oomph.errors import InputError, Problem
@@ -119,6 +120,44 @@ def rehearse(optimizer: AnyOptimizer, parameters: Iterable[nn.Parameter]) -> Non
             state["step"].zero_()
 
 
+def saved_state(optimizer: AnyOptimizer) -> dict[str, Any]:
+    """`state_dict()` of plain tensors: one that is made of several, as torchao's of 8 bits are, as a table of those.
+
+    A checkpoint is then read without the library that made it, and holds nothing that would have to be trusted.
+    """
+    packed: dict[str, Any] = _packed(optimizer.state_dict())
+    return packed
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _packed(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_packed(each) for each in value]
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return {name: getattr(value, name) for name in names}
+    return value
+
+
+def _unpacked(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The saved state with tables put back into the tensors that the optimizer has made for itself."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = {}
+    for number, entry in saved.items():
+        mine = optimizer.state[parameters[number]]
+        found[number] = {
+            name: _filled(mine[name], value) if isinstance(value, dict) else value for name, value in entry.items()
+        }
+    return found
+
+
+def _filled(made: Tensor, parts: dict[str, Tensor]) -> Tensor:
+    for name, part in parts.items():
+        getattr(made, name).copy_(part)
+    return made
+
+
 def load_optimizer(optimizer: AnyOptimizer, saved: dict[str, Any]) -> None:
     """Take over the moments and counts; rates, decays and betas stay those of the config.
 
@@ -136,7 +175,7 @@ def load_optimizer(optimizer: AnyOptimizer, saved: dict[str, Any]) -> None:
     both = zip(saved["param_groups"], optimizer.param_groups, strict=True)
     merged = [{**group, "params": theirs["params"]} for theirs, group in both]
     before = _shapes(optimizer)
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": merged})
+    optimizer.load_state_dict({"state": _unpacked(optimizer, saved["state"]), "param_groups": merged})
     if saved["state"] and _shapes(optimizer) != before:  # nanoGPT's first checkpoint may come before any step
         raise ValueError("other tensors, or tensors of other shapes")
     if not saved["state"]:

@@ -38,31 +38,44 @@ class Result(msgspec.Struct, frozen=True):
     best_val_loss: float | None
     tokens: int
     seconds: float  # of training, without evaluations and checkpoints
-    memory_mib: Held
+    memory_mib: Held  # at the highest: allocated on a GPU; the whole process on a CPU
     step_ms: Held
     shrunk: int  # how often memory ran out and the micro-batch was made smaller
     batch_size: int  # at the end
     interrupted: bool = False
+    reserved_mib: Held = Held(None, None)  # on a CUDA GPU: what its allocator took from the card
 
     def to_dict(self) -> dict[str, Any]:
         """result.json."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return fields | {"memory_mib": self.memory_mib.to_dict(), "step_ms": self.step_ms.to_dict()}
+        return {name: value.to_dict() if isinstance(value, Held) else value for name, value in fields.items()}
 
 
-def hold_against(plan: Plan, meter: MemoryMeter, step_ms: float | None) -> tuple[Held, Held]:
-    """Memory and time: as predicted, and as they were."""
-    planned_ms = plan.time.step_ms if plan.time else None
-    return Held(plan.memory.allocated_mib, meter.peak_mib()), Held(planned_ms, step_ms)
+def hold_memory(plan: Plan, meter: MemoryMeter) -> tuple[Held, Held]:
+    """What was predicted and measured at the highest: on a GPU allocated and reserved, on a CPU the process.
+
+    A plan for a CPU that was not measured does not know what a process takes before its first tensor: this one does.
+    """
+    memory = plan.memory
+    if plan.device.kind != "cpu":
+        reserved_mib = meter.reserved_mib()
+        reserved = Held(None if reserved_mib is None else memory.reserved_mib, reserved_mib)
+        return Held(memory.allocated_mib, meter.peak_mib()), reserved
+    before_mib = 0.0 if memory.context_mib else meter.began_mib
+    return Held(memory.total_mib + before_mib, meter.peak_mib()), Held(None, None)
 
 
-def lines(result: Result) -> list[str]:
+def lines(result: Result, on_cpu: bool) -> list[str]:
     """The last words of a run."""
     said = [f"{result.reason} after {result.steps} steps, {duration(result.seconds)} of training"]
     if result.val_loss is not None:
         best = "" if result.best_val_loss is None else f", best {result.best_val_loss:.4f}"
         said.append(f"validation loss {result.val_loss:.4f}{best}")
-    for name, held, unit in (("memory", result.memory_mib, "MiB"), ("a step", result.step_ms, "ms")):
+    for name, held, unit in (
+        ("memory of the process" if on_cpu else "memory allocated", result.memory_mib, "MiB"),
+        ("memory reserved", result.reserved_mib, "MiB"),
+        ("a step", result.step_ms, "ms"),
+    ):
         if held.predicted is not None and held.actual is not None and held.error is not None:
             figures = f"{held.predicted:,.0f} {unit} predicted, {held.actual:,.0f} measured"
             said.append(f"{name}: {figures} ({held.error:+.0%})")

@@ -92,7 +92,10 @@ def _make_ready(setup: Setup, start: Start, ranks: Ranks, options: Options, log:
     _warm_up(setup)
     meter = MemoryMeter(setup.device)
     trainer = _build(setup, data, ranks, start, options)
-    standing = unpack(start.content, trainer, str(start.checkpoint)) if start.content else Standing()
+    standing = Standing()
+    if start.content:
+        standing = unpack(start.content, trainer, str(start.checkpoint))
+        meter.let_go(start.content)  # a second copy of weights and state, which the run would carry to its end
     metrics = None
     if folder is not None:
         _mend(standing, trainer, start, folder)
@@ -184,7 +187,7 @@ def _finish(result: Result, loop: Loop, log: Log) -> Result:
             write_json(folder / RESULT, result.to_dict())
         except InputError as error:
             log.line(f"WARNING: {error}")
-    for line in lines(result):
+    for line in lines(result, loop.trainer.device.type == "cpu"):
         log.line(line)
     if loop.habits.export and result.finished:
         try:

@@ -12,7 +12,7 @@ import torch
 from oomph import config as configs
 from oomph.config import KEYS, LoadedConfig
 from oomph.errors import InputError, Problem
-from oomph.training.optimizer import load_optimizer
+from oomph.training.optimizer import load_optimizer, saved_state
 from oomph.training.options import Habits
 from oomph.training.sound import VERSION
 from oomph.training.trainer import Trainer, random_state, restore_random_state
@@ -40,7 +40,7 @@ def pack(trainer: Trainer, loaded: LoadedConfig, standing: Standing, habits: Hab
     randoms = trainer.ranks.gather(random_state(trainer.device))
     return {
         "model": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
+        "optimizer": saved_state(trainer.optimizer),
         "model_args": {key: getattr(config, key) for key in (*SHAPE[:-1], "dropout")},
         "iter_num": trainer.step,
         "best_val_loss": standing.best_val_loss,

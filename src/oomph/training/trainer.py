@@ -80,7 +80,7 @@ class Trainer:
         half = config.autocast and config.dtype != "float32"
         self.half = DTYPES[config.dtype or "float32"] if half else None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
-        # A loss in chunks runs beside the compiled model; one that is made at once is compiled with it, and fused.
+        # A loss in chunks is a function beside the compiled model; one that is made at once is compiled with it.
         whole = config.compile and not config.loss_chunk
         self._trunk: Callable[[Tensor], Tensor]
         self._trunk = torch.compile(model.trunk) if config.compile and not whole else model.trunk
@@ -99,7 +99,8 @@ class Trainer:
             return self._loss(x, y)
 
     def _eager_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return head_loss(self._trunk(x), self.model.lm_head.weight, y, self.config.loss_chunk or 0)
+        chunk = self.config.loss_chunk or 0
+        return head_loss(self._trunk(x), self.model.lm_head.weight, y, chunk, self.config.compile)
 
     def train_step(self) -> StepResult:
         """One optimizer step over the next windows.

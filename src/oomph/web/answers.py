@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from oomph import config as configs
+from oomph import devices
 from oomph.config import LoadedConfig, Override
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
@@ -62,12 +63,14 @@ def problems_json(problems: Any) -> bytes:
 
 def _plans(question: PlanQuestion) -> tuple[Plan, Plan]:
     """The plan asked for, and that of the other trainer."""
-    loaded, device = question.run()
-    other = configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer])
-    return _plan(question, loaded, device), _plan(question, other, device)
+    run = question.run()
+    return _plan(question, run), _plan(question, run, of_other=True)
 
 
-def _plan(question: PlanQuestion, loaded: LoadedConfig, device: Device) -> Plan:
+def _plan(question: PlanQuestion, run: tuple[LoadedConfig, Device], of_other: bool = False) -> Plan:
+    loaded, device = run
+    if of_other:
+        loaded = configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer])
     return plan(
         loaded,
         device,
@@ -93,6 +96,16 @@ def answer_plan(body: bytes, _: Path) -> Any:
         "other_timeline": timeline_of(other),
         "summary": summarise([asked, other], brief=True),
     }
+
+
+def answer_half(body: bytes, of_other: bool) -> Any:
+    """One of the two plans, for a server that has the other made at the same time."""
+    from oomph.report.summary import summarise
+    from oomph.web.timeline import timeline_of
+
+    question = msgspec.json.decode(body, type=PlanQuestion)
+    found = _plan(question, question.run(), of_other)
+    return {"plan": found.to_dict(), "timeline": timeline_of(found), "summary": summarise([found], brief=True)}
 
 
 def answer_report(body: bytes, _: Path) -> Any:
@@ -195,10 +208,12 @@ def answer_run(body: bytes, runs_folder: Path) -> Any:
 
 
 def answer_machine(_: bytes, __: Path) -> Any:
-    """This machine's own device, and the version that answers."""
+    """This machine's own device, the version that answers, and whether the device has yet to be measured."""
     from oomph import __version__
 
-    return {"version": __version__, "gpu": own_device("cuda"), "folder": os.fspath(Path.cwd())}
+    own = own_device("cuda")
+    found = {"version": __version__, "gpu": own, "folder": os.fspath(Path.cwd())}
+    return found | {"measuring": own.kind == "cpu" and own.cpu_rates is None and devices.may_measure()}
 
 
 def answer_warm(_: bytes, runs_folder: Path) -> Any:
@@ -208,6 +223,8 @@ def answer_warm(_: bytes, runs_folder: Path) -> Any:
 
 VERBS: dict[str, Callable[[bytes, Path], Any]] = {
     "plan": answer_plan,
+    "plan, asked": lambda body, _: answer_half(body, of_other=False),
+    "plan, other": lambda body, _: answer_half(body, of_other=True),
     "report": answer_report,
     "fit": answer_fit,
     "config": answer_config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
+import functools
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -22,8 +22,10 @@ from starlette.routing import Route
 from oomph.web import events
 from oomph.web.folders import NoSuchRunError, RunsFolder
 from oomph.web.guard import Guard, refuse
+from oomph.web.halves import ask_plan
+from oomph.web.measuring import Measuring
 from oomph.web.openapi import document
-from oomph.web.pool import GoneError, Pool, TooBusyError, TooLongError
+from oomph.web.pool import Pool, TooBusyError, TooLongError
 from oomph.web.replies import TooLargeError, TooSlowError, read_body, reply
 from oomph.web.static import INDEX, Static
 from oomph.web.tables import gpus, keys, presets
@@ -71,6 +73,11 @@ class Answers:
         self._kept.move_to_end(key)
         return found[1]
 
+    def clear(self) -> None:
+        """Forget them: what they rest on has changed."""
+        self._kept.clear()
+        self._bytes = 0
+
     def put(self, key: tuple[str, bytes], answer: Answer) -> None:
         self._drop(key)
         self._kept[key] = (time.monotonic(), answer)
@@ -84,16 +91,41 @@ class Answers:
             self._bytes -= len(key[1]) + len(found[1].body)
 
 
+class GoneError(Exception):
+    """Whoever asked has left while waiting."""
+
+
 class Flight:
-    """A question on its way, and everybody who waits for its answer."""
+    """A question on its way, and everybody who waits for its answer. When all have left it is called back."""
 
-    def __init__(self) -> None:
-        self.passengers: list[Request] = []
-        self.task: asyncio.Task[Answer]
+    def __init__(self, answer: Coroutine[Any, Any, Answer], ended: Callable[[], object]) -> None:
+        self._task = asyncio.create_task(answer)
+        self._ended = ended
+        self._passengers = 0
+        self._over = False
 
-    async def is_deserted(self) -> bool:
-        """Whether all of them have left."""
-        return all([await request.is_disconnected() for request in self.passengers])
+    async def board(self, request: Request) -> Answer:
+        """The answer. Raises `GoneError` where the asker left before it came."""
+        leaving = asyncio.create_task(_left(request))
+        self._passengers += 1
+        try:
+            await asyncio.wait({self._task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            self._passengers -= 1
+            if not self._over and (self._task.done() or not self._passengers):
+                self._over = True
+                self._ended()
+                self._task.cancel()
+        if not self._task.done():
+            raise GoneError
+        return await self._task
+
+
+async def _left(request: Request) -> None:
+    """Wait until the asker closes the connection. The body has been read: nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
 
 
 class Web:
@@ -104,6 +136,7 @@ class Web:
         self.pool = Pool(workers, str(runs_folder))
         self.answers = Answers()
         self.static = Static()
+        self.measuring = Measuring(self.answers.clear)
         self.closing = asyncio.Event()
         self._streams = 0
         self._flying: dict[tuple[str, bytes], Flight] = {}
@@ -117,7 +150,7 @@ class Web:
             Route("/api/presets", _ready(msgspec.json.encode(presets()))),
             Route("/api/gpus", _ready(msgspec.json.encode(gpus()))),
             Route("/api/keys", _ready(msgspec.json.encode(keys()))),
-            Route("/api/machine", self._looker("machine")),
+            Route("/api/machine", self.machine),
             Route("/api/runs", self._looker("runs")),
             Route("/api/runs/{name}", self._looker("run")),
             Route("/api/runs/{name}/events", self.events),
@@ -136,6 +169,7 @@ class Web:
         try:
             yield
         finally:
+            await self.measuring.close()
             await self.pool.close()
 
     async def page(self, request: Request) -> Response:
@@ -165,7 +199,21 @@ class Web:
 
         return look
 
-    async def _answer(self, name: str, verb: Verb, body: bytes, request: Request) -> Response:
+    async def machine(self, request: Request) -> Response:
+        """This machine as far as it is known. A CPU that was never measured is measured now; nobody waits for it."""
+
+        def with_standing(answer: Answer) -> Answer:
+            told = msgspec.json.decode(answer.plain())
+            if told.get("measuring"):
+                self.measuring.begin()
+                told["measuring"] = self.measuring.is_under_way
+            return Answer(answer.status, msgspec.json.encode(told))
+
+        return await self._answer("machine", LOOK, b"", request, with_standing)
+
+    async def _answer(
+        self, name: str, verb: Verb, body: bytes, request: Request, amend: Callable[[Answer], Answer] | None = None
+    ) -> Response:
         key = (name, body)
         kept = self.answers.get(key) if verb.kept else None
         if kept is not None:
@@ -186,19 +234,21 @@ class Web:
             return refuse(500, "oomph", "the process that worked on this ended, perhaps for want of memory")
         if answer.status == 200 and verb.kept:
             self.answers.put(key, answer)
-        return _told(answer, request)
+        return _told(amend(answer) if amend else answer, request)
 
     async def _ask(self, key: tuple[str, bytes], verb: Verb, request: Request) -> Answer:
         """Ask a worker; who asks what somebody is waiting for already waits with them."""
-        flight = self._flying.get(key) if verb.kept else None
-        if flight is None:
-            flight = Flight()
-            flight.task = asyncio.create_task(self.pool.ask(*key, verb.seconds, verb.heavy, flight.is_deserted))
-            if verb.kept:
-                self._flying[key] = flight
-                flight.task.add_done_callback(lambda _: self._flying.pop(key, None))
-        flight.passengers.append(request)
-        return await asyncio.shield(flight.task)
+        if not verb.kept:
+            return await Flight(self._work(key, verb), lambda: None).board(request)
+        if key not in self._flying:
+            ended = functools.partial(self._flying.pop, key, None)
+            self._flying[key] = Flight(self._work(key, verb), ended)
+        return await self._flying[key].board(request)
+
+    def _work(self, key: tuple[str, bytes], verb: Verb) -> Coroutine[Any, Any, Answer]:
+        if key[0] == "plan":
+            return ask_plan(self.pool, key[1], verb.seconds)
+        return self.pool.ask(*key, verb.seconds, verb.heavy)
 
     async def events(self, request: Request) -> Any:
         """A run's figures as they come."""
@@ -232,7 +282,7 @@ def _told(answer: Answer, request: Request) -> Response:
         return reply(answer.body, answer.status)
     if "gzip" in request.headers.get("accept-encoding", ""):
         return reply(answer.body, answer.status, {"content-encoding": "gzip", "vary": "accept-encoding"})
-    return reply(gzip.decompress(answer.body), answer.status, {"vary": "accept-encoding"})
+    return reply(answer.plain(), answer.status, {"vary": "accept-encoding"})
 
 
 def _ready(body: bytes) -> Handler:

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from oomph.web.folders import METRICS, PLAN, flops_per_token, open_file, read_json, result_of, state
-from oomph.web.metrics import Clock, read_lines
+from oomph.web.folders import METRICS, PLAN, flops_per_token, open_file, read_json, result_of, state, steps_done
+from oomph.web.metrics import Clock, Figures, read_lines
 
 LOOK_S = 0.5  # between looks at the file
 HEARTBEAT_S = 10.0
@@ -44,7 +44,8 @@ class Tail:
         standing = (state(self.folder, result), result)
         if standing != self._standing:
             self._standing = standing
-            events.append(self._event("state", {"state": standing[0], "result": result}))
+            steps = steps_done(self.folder, result, Figures())
+            events.append(self._event("state", {"state": standing[0], "result": result, "steps": steps}))
         return events
 
     def _catch_up(self, begun_anew: bool) -> None:

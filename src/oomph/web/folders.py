@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from oomph.errors import InputError, Problem, nearest
 from oomph.web.metrics import COLUMNS, Clock, Figures, read_lines
 
 METRICS, PLAN, CONFIG, RESULT = "metrics.jsonl", "plan.json", "config.toml", "result.json"
+CHECKPOINTS = "checkpoints"
+_CHECKPOINT = re.compile(r"step_(\d{8,15})\.pt")
 MAX_RUNS = 1000  # listed
 MAX_JSON_BYTES = 4 * 2**20
 TAIL_BYTES = 64 * 2**10  # enough for the last lines of a run
@@ -79,6 +82,7 @@ class RunsFolder:
             "plan": plan,
             "result": result,
             "state": state(path, result),
+            "steps": steps_done(path, result, figures),
             "flops_per_token": each,
             "metrics": figures.to_dict(),
             "hours": clock.hours,
@@ -151,6 +155,28 @@ def _resumed(path: Path) -> bool:
         return False
 
 
+def steps_done(path: Path, result: Any, figures: Figures) -> int | None:
+    """How many steps the run has done, as far as its folder tells: not every step is logged, but an evaluation, an
+    event, a checkpoint and the result say so too. None before anything is written."""
+    told = [figures.steps, _checkpointed(path)]
+    if isinstance(result, dict) and not _resumed(path):
+        told.append(result.get("steps"))
+    return max((steps for steps in told if type(steps) is int), default=None)
+
+
+def _checkpointed(path: Path) -> int | None:
+    """The steps in the checkpoint that was written last: after going back to an earlier one, later ones lie about."""
+    folder = path / CHECKPOINTS
+    try:
+        if folder.is_symlink():
+            return None
+        names = [(entry.stat(follow_symlinks=False).st_mtime_ns, entry.name) for entry in os.scandir(folder)]
+    except OSError:
+        return None
+    named = [_CHECKPOINT.fullmatch(name) for _, name in sorted(names)]
+    return next((int(found[1]) for found in reversed(named) if found), None)
+
+
 def result_of(path: Path) -> Any:
     """The run's result.json, or None while there is none."""
     return read_json(path / RESULT)
@@ -206,7 +232,7 @@ def _glance(name: str, path: Path) -> dict[str, Any]:
     values = last.evals[-1] if last.evals else {}
     return {
         "name": name,
-        "steps": None if row is None or row[0] is None else int(row[0]) + 1,
+        "steps": steps_done(path, result, last),
         "max_iters": config.get("max_iters"),
         "loss": None if row is None else row[COLUMNS.index("loss")],
         "val_loss": values.get("val_loss"),

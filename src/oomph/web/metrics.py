@@ -54,6 +54,7 @@ class Figures(msgspec.Struct):
     evals: list[dict[str, float | None]] = msgspec.field(default_factory=list)
     events: list[dict[str, Any]] = msgspec.field(default_factory=list)
     count: int = 0
+    steps: int | None = None  # done, as the last of the lines has it
 
     def to_dict(self) -> dict[str, Any]:
         rows = thinned(self.rows, ROWS)
@@ -62,6 +63,7 @@ class Figures(msgspec.Struct):
             "evals": self.evals[-EVALUATIONS:],
             "events": self.events[-EVENTS:],
             "count": self.count,
+            "steps": self.steps,
         }
 
 
@@ -76,6 +78,7 @@ def read_lines(lines: Iterable[bytes], clock: Clock, flops_per_token: float | No
             line = _decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
+        found.steps = line.step + (line.loss is not msgspec.UNSET)  # a step is logged once it is done
         flops = line.tokens * flops_per_token if line.tokens is not None and flops_per_token else None
         if line.event is not None:
             found.events.append({"step": line.step, "event": line.event[:200], "reason": (line.reason or "")[:500]})

@@ -50,7 +50,7 @@ def document() -> Schema:
             "/api/presets": _get("The presets.", _list(_object(name=_text(), config=_any_object()))),
             "/api/gpus": _get("The cards oomph knows, as `oomph gpus --json`.", _list(_ref("Device"))),
             "/api/keys": _get("Every config key, enough for a form field.", _list(_any_object())),
-            "/api/machine": _get("This machine.", _object(version=_text(), gpu=_ref("Device"), folder=_text())),
+            "/api/machine": _get("This machine.", _machine()),
             "/api/plan": _post(
                 "What a run needs under both trainers, and the memory over a step.", "PlanQuestion", _plan_answer()
             ),
@@ -200,6 +200,7 @@ def _run() -> Schema:
         evals=_list(_any_object()),
         events=_list(_any_object()),
         count=_whole(),
+        steps=_or_null(_whole()),
     )
     return _object(
         name=_text(),
@@ -207,11 +208,17 @@ def _run() -> Schema:
         plan=_or_null(_any_object()),
         result=_or_null(_any_object()),
         state={"enum": ["planned", "running", "finished", "stopped"]},
+        steps=_or_null(_whole()),
         flops_per_token=_or_null(_number()),
         metrics=metrics,
         hours=_number(),
         offset=_whole(),
     )
+
+
+def _machine() -> Schema:
+    measuring = {"type": "boolean", "description": "whether its CPU is being measured: ask again in a few seconds"}
+    return _object(version=_text(), gpu=_ref("Device"), folder=_text(), measuring=measuring)
 
 
 def _get(summary: str, answer: Schema, errors: Sequence[int] = (), parameters: Sequence[Schema] = ()) -> Schema:

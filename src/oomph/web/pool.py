@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from oomph.web.worker import LENGTH, Answer
+from oomph.web.worker import LENGTH, Answer, Desk
 
 MAX_WAITING = 256  # questions in line; a longer line is turned away
 WARM_SECONDS = 30.0
+PATIENCE_S = 0.5  # that a worker gets to answer an interruption before it is ended
 MAX_ANSWER_BYTES = 2**28
 
 
@@ -23,10 +23,6 @@ class TooBusyError(Exception):
 
 class TooLongError(Exception):
     """The answer took longer than its time."""
-
-
-class GoneError(Exception):
-    """Whoever asked has left while waiting."""
 
 
 class Worker:
@@ -65,6 +61,14 @@ class Worker:
             return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=Answer)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError("the worker process ended") from error
+
+    def interrupt(self) -> bool:
+        """Tell it that nobody waits for its answer, which then comes at once; False where there is no way to."""
+        if Desk.SIGNAL is None or self._process is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(Desk.SIGNAL)
+        return True
 
     async def end(self, kill: bool) -> None:
         """Let it go: by closing its input, or at once."""
@@ -111,10 +115,16 @@ class Pool:
         await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*(worker.end(kill=True) for worker in self._workers))
 
-    async def ask(
-        self, verb: str, body: bytes, seconds: float, heavy: bool, gone: Callable[[], Awaitable[bool]] | None = None
-    ) -> Answer:
-        """The answer to a question. Raises `TooBusyError`, `TooLongError`, `GoneError` or `EOFError`."""
+    @property
+    def is_free(self) -> bool:
+        """Whether at least two workers have nothing to do."""
+        return self._idle.qsize() >= 2
+
+    async def ask(self, verb: str, body: bytes, seconds: float, heavy: bool) -> Answer:
+        """The answer to a question. Raises `TooBusyError`, `TooLongError` or `EOFError`.
+
+        Cancelled, it leaves the line, or the work is interrupted: nothing is computed that nobody waits for.
+        """
         if self._waiting >= MAX_WAITING:
             raise TooBusyError
         self._waiting += 1
@@ -122,8 +132,6 @@ class Pool:
             async with self._heavy if heavy else contextlib.nullcontext():
                 worker = await self._idle.get()
                 try:
-                    if gone is not None and await gone():
-                        raise GoneError
                     return await self._ask(worker, verb, body, seconds)
                 finally:
                     self._idle.put_nowait(worker)
@@ -131,12 +139,29 @@ class Pool:
             self._waiting -= 1
 
     async def _ask(self, worker: Worker, verb: str, body: bytes, seconds: float) -> Answer:
-        """Ask; whatever interrupts leaves no half-read answer behind: the worker is ended and starts anew."""
+        """Ask; whatever interrupts leaves no half-read answer behind, or the worker is ended and starts anew."""
+        asking = asyncio.create_task(worker.ask(verb, body))
         try:
-            return await asyncio.wait_for(worker.ask(verb, body), seconds)
+            return await asyncio.wait_for(asyncio.shield(asking), seconds)
         except TimeoutError:
-            await worker.end(kill=True)
+            await _give_up(worker, asking)
             raise TooLongError from None
-        except BaseException:
-            await worker.end(kill=True)
+        except asyncio.CancelledError:
+            if not (worker.interrupt() and await _is_done(asking, PATIENCE_S)):
+                await _give_up(worker, asking)
             raise
+        except BaseException:
+            await _give_up(worker, asking)
+            raise
+
+
+async def _is_done(asking: asyncio.Task[Answer], seconds: float) -> bool:
+    """Whether an answer comes in that time; what it says no longer matters."""
+    await asyncio.wait({asking}, timeout=seconds)
+    return asking.done() and not asking.cancelled() and asking.exception() is None
+
+
+async def _give_up(worker: Worker, asking: asyncio.Task[Answer]) -> None:
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await worker.end(kill=True)

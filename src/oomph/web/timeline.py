@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from oomph.planner import Plan
-from oomph.predict.memory import CUDA_ROUNDING_BYTES
-from oomph.report.timeline import step_of_peak
+from oomph.predict.memory import CUDA_ROUNDING_BYTES, Peak, rounded
+from oomph.report.timeline import step_with
 from oomph.step.ops import Kind, Op, Step
 from oomph.units import mib
 
@@ -18,12 +20,15 @@ _LAYER = re.compile(r"\bh\.\d+\.")
 
 def timeline_of(plan: Plan) -> dict[str, Any]:
     """The step in which the peak lies: of operations too close to tell apart the fullest."""
-    step = step_of_peak(plan)
-    rounding = 1 if plan.device.kind == "cpu" else CUDA_ROUNDING_BYTES
+    return _drawn(plan.steps, plan.memory.peak, 1 if plan.device.kind == "cpu" else CUDA_ROUNDING_BYTES)
+
+
+@lru_cache(maxsize=4)  # another card or price changes nothing of it
+def _drawn(steps: tuple[Step, ...], peak: Peak, rounding: int) -> dict[str, Any]:
+    step = step_with(peak, steps)
     points = _points(step, rounding)
-    peak, before = plan.memory.peak, 0
+    before, index = 0, 0
     phases = []
-    index = 0
     for section in step.sections:
         phases.append({"name": section.name, "start": before, "end": before + len(section.ops)})
         if section is peak.section:
@@ -38,18 +43,18 @@ def timeline_of(plan: Plan) -> dict[str, Any]:
             "index": index,
             "bytes": peak.allocated_bytes,
             "op": peak.op.name,
-            "at": plan.memory.peak_at,
-            "holders": holders(plan),
+            "at": peak.at,
+            "holders": holders(peak),
         },
         "phases": phases,
         "length": before,
     }
 
 
-def holders(plan: Plan) -> list[dict[str, Any]]:
+def holders(peak: Peak) -> list[dict[str, Any]]:
     """What is alive at the peak, the same buffer of every layer taken together, the largest first."""
     sizes: dict[str, tuple[int, int]] = {}
-    for buffer in plan.memory.peak.live:
+    for buffer in peak.live:
         name = _LAYER.sub("h.*.", buffer.name)
         size, count = sizes.get(name, (0, 0))
         sizes[name] = (size + buffer.bytes, count + 1)
@@ -61,29 +66,42 @@ Point = tuple[int, int, Op, list[int]]  # operation, bytes after rounding, the o
 
 
 def _points(step: Step, rounding: int) -> list[Point]:
-    """In one pass, the fullest operation of each bucket; the first of several equal ones, as a peak is."""
-    length = sum(len(section.ops) for section in step.sections)
+    """The fullest operation of each bucket; the first of several equal ones, as a peak is."""
+    chosen = _fullest(step, rounding)
     now = dict.fromkeys(Kind, 0)
-    total = 0
     for buffer in step.resident:
         now[buffer.kind] += buffer.bytes
-        total += -(-buffer.bytes // rounding) * rounding
     points: list[Point] = []
-    at, bucket, fullest = 0, -1, -1
+    wanted = iter([*chosen, (-1, 0)])
+    place, total = next(wanted)
+    at = 0
     for section in step.sections:
         for op in section.ops:
             for buffer in op.allocates:
                 now[buffer.kind] += buffer.bytes
-                total += -(-buffer.bytes // rounding) * rounding
-            here = at if length <= POINTS else at * POINTS // length
-            if here != bucket:
-                bucket, fullest = here, total
+            if at == place:
                 points.append((at, total, op, list(now.values())))
-            elif total > fullest:
-                fullest = total
-                points[-1] = (at, total, op, list(now.values()))
+                place, total = next(wanted)
             for buffer in op.frees:
                 now[buffer.kind] -= buffer.bytes
-                total -= -(-buffer.bytes // rounding) * rounding
             at += 1
     return points
+
+
+def _fullest(step: Step, rounding: int) -> list[tuple[int, int]]:
+    """The operations to draw, and what is allocated while each runs, after rounding."""
+    totals: list[int] = []
+    total = sum(rounded(buffer.bytes, rounding) for buffer in step.resident)
+    for section in step.sections:
+        for op in section.ops:
+            for buffer in op.allocates:
+                total += -(-buffer.bytes // rounding) * rounding
+            totals.append(total)
+            for buffer in op.frees:
+                total -= -(-buffer.bytes // rounding) * rounding
+    length = len(totals)
+    if length <= POINTS:
+        return list(enumerate(totals))
+    edges = [-(-bucket * length // POINTS) for bucket in range(POINTS + 1)]
+    places = [totals.index(max(totals[start:end]), start) for start, end in pairwise(edges)]
+    return [(at, totals[at]) for at in places]

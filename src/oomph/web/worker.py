@@ -16,6 +16,8 @@ import msgspec
 
 LENGTH = struct.Struct("<Q")
 WORTH_PACKING_BYTES = 4096
+HALVES = ("plan, asked", "plan, other")  # what two workers make of one question
+OVERTAKEN = 499  # the status of an answer that nobody hears
 MAX_MEMORY_BYTES = 16 * 2**30  # of address space: an absurd question must not fill the machine
 
 
@@ -25,6 +27,45 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     status: int
     body: bytes
     packed: bool = False  # with gzip
+
+    def plain(self) -> bytes:
+        """The JSON itself."""
+        import gzip
+
+        return gzip.decompress(self.body) if self.packed else self.body
+
+
+class OvertakenError(BaseException):
+    """Nobody waits for this answer any more. Not an `Exception`: no handler in between may take it for its own."""
+
+
+class Desk:
+    """Whether a question is being worked on, and the signal that says it need not be."""
+
+    SIGNAL = getattr(signal, "SIGUSR1", None)  # Windows has none: there the work is done to its end
+
+    def __init__(self) -> None:
+        self._working = False
+        if self.SIGNAL is not None:
+            signal.signal(self.SIGNAL, self._interrupt)
+        from oomph.web.answers import answer
+
+        self._answer = answer
+
+    def _interrupt(self, *_: object) -> None:
+        if self._working:  # a signal that comes too late must not hit the next question
+            self._working = False
+            raise OvertakenError
+
+    def work(self, verb: str, body: bytes, runs_folder: str) -> Answer:
+        """The answer, or an empty one where it was interrupted."""
+        try:
+            self._working = True
+            found = pack(*self._answer(verb, body, runs_folder), whole=verb not in HALVES)
+            self._working = False
+        except OvertakenError:
+            return Answer(OVERTAKEN, b"")
+        return found
 
 
 def main() -> int:
@@ -40,20 +81,19 @@ def main() -> int:
 
 def serve(questions: BinaryIO, answers: BinaryIO, runs_folder: str) -> None:
     """The loop."""
-    from oomph.web.answers import answer
-
+    desk = Desk()
     while len(head := questions.read(LENGTH.size)) == LENGTH.size:
         verb, body = msgspec.msgpack.decode(questions.read(*LENGTH.unpack(head)), type=tuple[str, bytes])
-        reply = msgspec.msgpack.encode(pack(*answer(verb, body, runs_folder)))
+        reply = msgspec.msgpack.encode(desk.work(verb, body, runs_folder))
         answers.write(LENGTH.pack(len(reply)) + reply)
         answers.flush()
 
 
-def pack(status: int, body: bytes) -> Answer:
-    """The answer, compressed here and not in the server where it is long enough to be worth it."""
+def pack(status: int, body: bytes, whole: bool = True) -> Answer:
+    """The answer, compressed here and not in the server where it is long enough to be worth it, and whole."""
     import gzip
 
-    if len(body) < WORTH_PACKING_BYTES:
+    if len(body) < WORTH_PACKING_BYTES or not whole:
         return Answer(status, body)
     return Answer(status, gzip.compress(body, compresslevel=1, mtime=0), packed=True)
 

@@ -50,6 +50,34 @@ def test_a_slider_turns_a_run_that_does_not_fit_into_one_that_does(open_page: Op
     expect(exact(page, "gradient_accumulation_steps")).to_have_value("64")
 
 
+DRAG = """async () => {
+    const slider = document.querySelector(".knob[data-key=batch_size] input[type=range]");
+    const figure = document.querySelector(".verdict[data-program=nanogpt] .need b");
+    const seen = [];
+    const look = () => seen.push(Number(figure.textContent.replaceAll(",", "")));
+    new MutationObserver(look).observe(figure, {characterData: true, childList: true, subtree: true});
+    for (let at = 0; at <= Number(slider.max); at += 1) {
+        slider.value = at;
+        slider.dispatchEvent(new Event("input", {bubbles: true}));
+        await new Promise((done) => setTimeout(done, 5));
+    }
+    await new Promise((done) => setTimeout(done, 3000));
+    return seen;
+}"""
+
+
+def test_a_slider_in_motion_draws_no_answer_over_a_newer_one_and_ends_at_its_own(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070&n_layer=2")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(n_layer=2))
+    page.get_by_label("keep the batch").uncheck()
+    aborted: list[str] = []
+    page.on("requestfailed", lambda request: aborted.append(request.url))
+    seen = page.evaluate(DRAG)
+    assert seen == sorted(seen) and len(set(seen)) == len(seen)  # more sequences, more memory
+    assert f"{seen[-1]:,}" == needed(n_layer=2, batch_size=128)
+    assert aborted and all(url.endswith("/api/plan") for url in aborted)
+
+
 def test_a_typed_number_is_taken_exactly_and_can_be_taken_back(open_page: OpenPage) -> None:
     page = open_page(TOO_LARGE)
     expect(verdict(page, "nanogpt")).to_contain_text("does not fit")
@@ -59,6 +87,14 @@ def test_a_typed_number_is_taken_exactly_and_can_be_taken_back(open_page: OpenPa
     expect(verdict(page, "nanogpt")).to_contain_text(needed(batch_size=7, gradient_accumulation_steps=32))
     page.get_by_role("button", name="Micro-batch: back to the config's value").click()
     expect(verdict(page, "nanogpt")).to_contain_text(needed(batch_size=12, gradient_accumulation_steps=32))
+
+
+def test_knobs_show_what_the_chosen_program_does(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&device=cpu&n_layer=2")  # on a CPU nanoGPT compiles, and oomph train does not
+    compiles = page.locator(".knob[data-key=compile] input")
+    expect(compiles).to_be_checked()
+    verdict(page, "oomph").click()
+    expect(compiles).not_to_be_checked()
 
 
 def test_width_moves_in_whole_heads(open_page: OpenPage) -> None:

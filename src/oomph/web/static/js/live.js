@@ -49,8 +49,8 @@ async function open(name) {
     ({ data }) => (run.value = { ...run.value, metrics: grown(run.value.metrics, JSON.parse(data)) }),
   );
   stream.addEventListener("state", ({ data }) => {
-    const { state, result } = JSON.parse(data);
-    run.value = { ...run.value, state, result: result ?? run.value.result };
+    const { state, result, steps } = JSON.parse(data);
+    run.value = { ...run.value, state, steps: steps ?? run.value.steps, result: result ?? run.value.result };
     if (!GROWING.has(state)) stream.close();
   });
   stream.addEventListener("reset", () => {
@@ -70,6 +70,7 @@ function grown(metrics, more) {
   return {
     ...metrics,
     columns,
+    steps: more.steps ?? metrics.steps,
     evals: [...metrics.evals, ...(more.evals ?? [])],
     events: [...metrics.events, ...(more.events ?? [])],
   };

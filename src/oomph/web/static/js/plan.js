@@ -6,7 +6,7 @@ import { count, figure, hours, integer, mib, milliseconds, money, percent, power
 import { Card, Knobs, Source } from "./knobs.js";
 import { MemoryBars, PartsTable } from "./memory.js";
 import { PROGRAMS } from "./parts.js";
-import { answer, ask, notice, plans, problems, question, tookMs } from "./state.js";
+import { answer, ask, known, notice, plans, problems, question, tookMs } from "./state.js";
 import { Timeline } from "./timeline.js";
 
 export function PlanView() {
@@ -181,8 +181,13 @@ function Needs({ both }) {
     </table>`;
 }
 
+const UNKNOWN = "The rates of this device are not known, so no time is guessed.";
+
 function Paces({ paces }) {
-  if (!paces.length) return html`<p class="aside">The rates of this device are not known, so no time is guessed.</p>`;
+  if (!paces.length) {
+    const measured = known.value.machine?.measuring && !question.value.gpu;
+    return html`<p class="aside">${measured ? "This machine is being measured…" : UNKNOWN}</p>`;
+  }
   return html`
     <table class="figures">
       <thead>

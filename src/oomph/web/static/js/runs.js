@@ -125,10 +125,16 @@ function lossOf(run) {
 const last = (column = []) => column.findLast(isNumber);
 const middle = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
 
+/** What a run's memory is held against: on a GPU what torch allocates; on a CPU the process, where that was measured. */
+function plannedMemory(plan) {
+  if (plan?.device?.kind !== "cpu") return plan?.memory?.allocated_mib;
+  return plan.memory.context_mib ? plan.memory.total_mib : undefined;
+}
+
 /** Where a run stands, and what is left of it at its latest pace. */
-function standing({ metrics, config, state, result }) {
+function standing({ metrics, config, state, steps }) {
   const { columns, evals } = metrics;
-  const step = Math.max(last(columns.step) ?? 0, evals.at(-1)?.step ?? 0, result?.steps ?? 0);
+  const step = Math.max(steps ?? 0, metrics.steps ?? 0);
   const most = config?.max_iters;
   const pace = middle((columns.step_ms ?? []).filter(isNumber).slice(-20));
   const left = state === "running" && most && pace ? Math.max(0, ((most - step) * pace) / 1000) : undefined;
@@ -158,7 +164,7 @@ function OneRun({ name }) {
       integer(last(columns.tokens_per_s)),
       against(plan?.time?.tokens_per_s, last(columns.tokens_per_s), integer),
     ],
-    ["memory, MiB", mib(last(columns.memory_mib)), against(plan?.memory?.allocated_mib, last(columns.memory_mib), mib)],
+    ["memory, MiB", mib(last(columns.memory_mib)), against(plannedMemory(plan), last(columns.memory_mib), mib)],
     ["use of the device", percent(last(columns.mfu)), against(plan?.time?.mfu, last(columns.mfu), percent)],
     now.left === undefined
       ? [

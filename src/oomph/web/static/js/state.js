@@ -4,6 +4,7 @@ import { batch, computed, effect, signal } from "./html.js";
 import { get, post, Refused } from "./api.js";
 import { fromHash, toHash } from "./link.js";
 
+const LOOK_AGAIN_MS = 2000; // while this machine is being measured
 const EXAMPLE = { preset: "gpt2", gpu: "GeForce RTX 4070", set: {} };
 
 export const tab = signal("plan");
@@ -58,45 +59,53 @@ export const plans = computed(() => {
   return Object.fromEntries(both.map((each) => [each.config.trainer, each]));
 });
 
-/** A key's value: what was set here, else what the planner settled. What nanoGPT lacks is read from oomph's plan. */
+const ONLY_OOMPH = new Set(["checkpoint_layers", "loss_chunk"]);
+
+/** A key's value: what was set here, else what the chosen plan settled. What nanoGPT lacks is read from oomph's plan. */
 export function valueOf(key) {
   const set = question.value.set;
   if (key in set) return set[key];
-  const settled = plans.value;
-  if (!settled) return undefined;
-  return (settled.oomph ?? settled.nanogpt).config[key];
+  if (!answer.value) return undefined;
+  const plan = ONLY_OOMPH.has(key) ? (plans.value.oomph ?? answer.value.plan) : answer.value.plan;
+  return plan.config[key];
 }
 
 export const problemOf = (key) => problems.value.find(({ where }) => where === `set.${key}` || where === key);
 
 // --- asking ---------------------------------------------------------------------------------
 
-let asking = false; // an answer is under way
-let waiting = false; // the question changed while an answer was under way
+let asked = 0; // questions so far; an answer carries the number of its question
+let shown = 0; // the number of the last answer: no older one is ever drawn over it
+let flights = []; // questions under way, {number, control}, the oldest first
 
-/** One request at a time; of the questions that come meanwhile only the last is asked. */
+/** Ask at once. The oldest question goes on, so that a slider in motion draws something; those between are aborted. */
 async function askPlanner() {
-  if (asking) {
-    waiting = true;
-    return;
+  flights.slice(1).forEach(({ control }) => control.abort());
+  asked += 1;
+  const mine = { number: asked, control: new AbortController() };
+  flights = [...flights.slice(0, 1), mine];
+  const started = performance.now();
+  try {
+    const found = await post("/api/plan", question.peek(), mine.control.signal);
+    arrive(mine, () => {
+      answer.value = found;
+      problems.value = [];
+      tookMs.value = performance.now() - started;
+    });
+  } catch (error) {
+    if (error instanceof Refused) arrive(mine, () => (problems.value = error.problems));
+    else if (error.name !== "AbortError") throw error;
+  } finally {
+    flights = flights.filter((each) => each !== mine);
   }
-  asking = true;
-  do {
-    waiting = false;
-    const started = performance.now();
-    try {
-      const found = await post("/api/plan", question.peek());
-      batch(() => {
-        answer.value = found;
-        problems.value = [];
-        tookMs.value = performance.now() - started;
-      });
-    } catch (error) {
-      if (!(error instanceof Refused)) throw error;
-      problems.value = error.problems;
-    }
-  } while (waiting);
-  asking = false;
+}
+
+/** Draw an answer, unless a newer one is there already; older questions need none any more. */
+function arrive({ number }, draw) {
+  if (number < shown) return;
+  shown = number;
+  for (const each of flights) if (each.number < number) each.control.abort();
+  batch(draw);
 }
 
 // --- the address ----------------------------------------------------------------------------
@@ -130,13 +139,25 @@ export async function begin() {
   try {
     const [gpus, keys, presets] = await Promise.all(["gpus", "keys", "presets"].map((name) => get(`/api/${name}`)));
     known.value = { ...known.value, gpus, keys: Object.fromEntries(keys.map((key) => [key.name, key])), presets };
-    const machine = await get("/api/machine");
-    known.value = { ...known.value, machine };
+    const machine = await learnMachine();
     if (question.value === EXAMPLE && machine.gpu && machine.gpu.kind !== "cpu") ask({ gpu: machine.gpu.name });
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     problems.value = error.problems;
   }
+}
+
+/** This machine; where it has yet to be measured, once more when that is done, and a plan for it is asked again. */
+async function learnMachine() {
+  const machine = await get("/api/machine");
+  known.value = { ...known.value, machine };
+  if (machine.measuring) setTimeout(() => lookAgain().catch(() => {}), LOOK_AGAIN_MS);
+  return machine;
+}
+
+async function lookAgain() {
+  const { measuring } = await learnMachine();
+  if (!measuring && !question.value.gpu) askPlanner();
 }
 
 function follow() {

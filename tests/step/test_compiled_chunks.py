@@ -1,0 +1,124 @@
+"""The compiled loss in chunks: its arithmetic against inductor's own plan of a chunk, and against a real run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._guards import TracingContext, tracing
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+from oomph.config import TrainConfig
+from oomph.predict.memory import find_peak
+from oomph.step.compiled_gpt import Sizes
+from oomph.step.compiled_gpt_chunks import chunked_backward, chunked_loss
+from oomph.step.compiled_inductor import plan, register_patterns
+from oomph.step.compiled_lines import Reader
+from oomph.step.compiled_reuse import Generated
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
+from oomph.training import loss as real
+
+INPUTS = ("loss.chunk_logits", "targets")
+
+
+class Arithmetic(nn.Module):
+    """What lies between a chunk's products, as a module."""
+
+    def __init__(self, learns: bool) -> None:
+        super().__init__()
+        self.function = real.log_sum_and_gradient if learns else real.log_sum
+
+    def forward(self, logits: Tensor, targets: Tensor) -> tuple[Tensor]:
+        return (self.function(logits, targets),)
+
+
+def planned_for_a_card(rows: int, vocab: int, dtype: torch.dtype, learns: bool) -> tuple[Op, ...]:
+    """Inductor's operations. Its graph changes an input, which AOTAutograd must leave to inductor, as dynamo does."""
+    found: list[tuple[Op, ...]] = []
+    register_patterns()
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def compiler(graph: Any, inputs: Sequence[Any]) -> Any:
+        planned = plan(graph, inputs, cuda=True, backward=False, inference=True, visible=1)
+        buffers = [Buffer(name, t.nbytes, Kind.INPUTS) for name, t in zip(INPUTS, inputs, strict=True)]
+        found.append(Reader(planned, Phase.FORWARD, buffers, set(buffers), rows * vocab, False).read().ops)
+        return graph.forward
+
+    with fake_mode, torch.no_grad(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+        aot_module_simplified(
+            Arithmetic(learns),
+            [torch.empty(rows, vocab, dtype=dtype), torch.empty(rows, dtype=torch.int64)],
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            inference_compiler=compiler,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )
+    return found[0]
+
+
+def sizes(cuda: bool, dtype: str, rows: int, vocab: int, chunk: int, width: int = 64) -> Sizes:
+    config = TrainConfig(
+        dtype=dtype, batch_size=1, block_size=rows, vocab_size=vocab, n_embd=width, n_head=1, loss_chunk=chunk,
+        return_logits=False, trainer="oomph",
+    )  # fmt: skip
+    return Sizes(config, cuda)
+
+
+def by_arithmetic(s: Sizes, learns: bool) -> Generated:
+    """The head and the loss, and the part of the backward that is their own, from a hidden state of its own."""
+    program = Generated(Phase.FORWARD, s.dtype)
+    hidden = program.made("hidden", s.rows * s.width * s.weight, Kind.ACTIVATIONS)
+    _, grads = chunked_loss(program, s, hidden, learns)
+    if learns:
+        chunked_backward(program, s, grads)
+    return program
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "vocab"), [(2048, 50304), (512, 50257), (300, 65)])
+def test_a_chunks_kernels_are_those_of_inductors_plan(rows: int, vocab: int, dtype: str, learns: bool) -> None:
+    planned = planned_for_a_card(rows, vocab, getattr(torch, dtype), learns)
+    ops = by_arithmetic(sizes(True, dtype, rows, vocab, chunk=rows), learns).ops()
+    kernels = [op for op in ops if op.name in ("loss.chunk_softmax", "loss.chunk_sum", "loss.chunk_dlogits")]
+    assert [_shape(op) for op in kernels] == [_shape(op) for op in planned]  # nothing of the vocabulary's size
+    assert kernels[0].bytes_moved == pytest.approx(planned[0].bytes_moved, rel=0.1)  # one pass over the logits
+
+
+def _shape(op: Op) -> tuple[Kernel, list[int]]:
+    return op.kernel, [buffer.bytes for buffer in op.allocates]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_real_compiled_loss_takes_what_the_arithmetic_says() -> None:
+    rows, vocab, width, chunk = 700, 3001, 64, 256
+    program = by_arithmetic(sizes(False, "float32", rows, vocab, chunk, width), learns=True)
+    said = find_peak(Step((), (Section("loss", program.ops()),)), rounding_bytes=1).allocated_bytes
+    weight = torch.randn(vocab, width, requires_grad=True)
+    targets = torch.randint(vocab, (rows,))
+
+    def once() -> None:
+        hidden = torch.randn(rows, width, requires_grad=True)
+        torch.autograd.grad(real.chunked_loss(hidden, weight, targets, chunk, compiled=True), (hidden, weight))
+
+    once()  # compiles
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        once()
+    results = recorded.profiler.kineto_results.events()
+    events = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(results) if e.name() == "[memory]")
+    live = most = 0
+    for _, _, size in events:
+        live += size
+        most = max(most, live)
+    assert said == pytest.approx(most, rel=0.01)
