@@ -56,12 +56,24 @@ def test_compiled_it_computes_the_same_whatever_the_rows() -> None:
         held_against_the_plain_path(rows, 4, 50, chunk, compiled=True)
 
 
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 40), width=st.integers(1, 9), vocab=st.integers(1, 70), chunk=st.integers(1, 50))
+def test_a_head_filled_up_for_tensor_cores_computes_the_same(rows: int, width: int, vocab: int, chunk: int) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        held_against_eager_under_autocast(rows, width, vocab, chunk)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_compiled_under_autocast_it_computes_the_same() -> None:
-    hidden, weight, targets = example(32, 8, 50)
+@pytest.mark.parametrize("vocab", [50, 56])
+def test_compiled_under_autocast_it_computes_the_same(vocab: int) -> None:
+    held_against_eager_under_autocast(32, 8, vocab, chunk=8)
+
+
+def held_against_eager_under_autocast(rows: int, width: int, vocab: int, chunk: int) -> None:
+    hidden, weight, targets = example(rows, width, vocab)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        eager, compiled = (chunked_loss(hidden, weight, targets, 8, compiled) for compiled in (False, True))
+        eager, compiled = (chunked_loss(hidden, weight, targets, chunk, compiled) for compiled in (False, True))
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(gradients(compiled, hidden, weight), gradients(eager, hidden, weight), strict=True):
         assert mine.dtype == theirs.dtype == torch.float32

@@ -4,7 +4,8 @@ The model is compiled up to its hidden state. The function makes gradients of th
 forward, a chunk of rows at a time, as `gpt_eager_loss` describes it, but for what lies between a chunk's products.
 That is compiled, and comes to three kernels, which inductor's own plan of it shows: a softmax in one pass reads the
 logits in the compute dtype and writes a maximum and a total a row; a small one picks the targets and sums up; the last
-reads the logits again and writes their gradient in their place.
+reads the logits again and writes their gradient in their place. Under autocast the head's half copy, and with it the
+logits, is filled up with zeros to whole groups of words.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ from oomph.step.compiled_reuse import Generated
 from oomph.step.gpt_eager_loss import chunks
 from oomph.step.ops import Buffer, Kernel, Kind
 
+GROUP = 8  # words, as in training.loss
+
+
+def filled_up(s: Sizes) -> int:
+    """The words of the head in the products."""
+    return s.vocab + -s.vocab % GROUP if s.autocast else s.vocab
+
 
 def chunked_loss(p: Generated, s: Sizes, hidden: Buffer, learns: bool) -> tuple[Buffer, tuple[Buffer, ...]]:
     """The loss, and where it learns the gradients of the hidden state and of the head's weight."""
@@ -21,7 +29,7 @@ def chunked_loss(p: Generated, s: Sizes, hidden: Buffer, learns: bool) -> tuple[
     copies: list[Buffer] = []
     if s.autocast:
         copies.append(_made(p, "lm_head.input.half", 2 * s.rows * s.width, Kind.ACTIVATIONS))
-        copies.append(_made(p, "lm_head.weight.half", 2 * count, Kind.HALF_WEIGHTS))
+        copies.append(_made(p, "lm_head.weight.half", 2 * filled_up(s) * s.width, Kind.HALF_WEIGHTS))
     loss = _made(p, "loss", 4, Kind.LOGITS)
     grads: tuple[Buffer, ...] = ()
     if learns:
@@ -57,9 +65,9 @@ def _made(p: Generated, name: str, size_bytes: int, kind: Kind) -> Buffer:
 
 
 def _chunk(p: Generated, s: Sizes, rows: int, learns: bool) -> None:
-    logits_bytes = rows * s.vocab * s.compute
-    logits = p.made("loss.chunk_logits", logits_bytes, Kind.LOGITS)
-    p.product("loss.chunk_logits", rows, s.vocab, s.width, s.compute)
+    words, logits_bytes = filled_up(s), rows * s.vocab * s.compute
+    logits = p.made("loss.chunk_logits", rows * words * s.compute, Kind.LOGITS)
+    p.product("loss.chunk_logits", rows, words, s.width, s.compute)
     statistics = [p.made(f"loss.chunk_{what}", 4 * rows, Kind.LOGITS) for what in ("maximum", "total")]
     p.run("loss.chunk_softmax", Kernel.REDUCTION, logits_bytes)
     summed = p.made("loss.chunk_sum", 4, Kind.LOGITS)
@@ -68,11 +76,11 @@ def _chunk(p: Generated, s: Sizes, rows: int, learns: bool) -> None:
         p.run("loss.chunk_dlogits", Kernel.POINTWISE, 2 * logits_bytes)
     p.release(*statistics)
     if learns:
-        p.product("loss.chunk_grad_hidden", rows, s.width, s.vocab, s.compute)
+        p.product("loss.chunk_grad_hidden", rows, s.width, words, s.compute)
         own: list[Buffer] = []
         if s.compute != s.weight:
-            own.append(p.made("loss.chunk_grad_weight", s.vocab * s.width * s.compute, Kind.TEMPORARY))
-        p.product("loss.chunk_grad_weight", s.vocab, s.width, rows, s.compute)
+            own.append(p.made("loss.chunk_grad_weight", words * s.width * s.compute, Kind.TEMPORARY))
+        p.product("loss.chunk_grad_weight", words, s.width, rows, s.compute)
         if own:
             p.run("loss.chunk_grad_weight.sum", Kernel.POINTWISE, s.vocab * s.width * (s.compute + 2 * s.weight))
             p.release(*own)

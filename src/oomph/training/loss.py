@@ -6,7 +6,8 @@ while they exist, and the backward only hands the results on.
 
 Between its products a chunk is softmax, gather, subtraction. torch's own kernels do that one after another, on float32
 logits. Beside a compiled model it is compiled too: inductor's kernels read the logits in the products' precision
-and write the gradient over them.
+and write the gradient over them. There the half copy of the head is also filled up with zeros to whole groups of words,
+because tensor cores are slow on others; inductor would do that itself, but these products are not its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 # In float16, divided by the rows at once, most of it would vanish (1e-9 a word, for 16,384 rows and 50,304 words);
 # and with no share at all the sum over a chunk could be too large, for a word that is everywhere.
 _SHARE = 1 / 8
+_GROUP = 8  # words: 16 bytes of half precision
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -64,14 +66,15 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.hidden_dtype, ctx.rows = hidden.dtype, hidden.size(0)
         with torch.autocast(hidden.device.type, enabled=False):
             if half is not None:
-                cast_hidden, cast_weight = hidden.to(half), weight.to(half)
+                cast_hidden, cast_weight = hidden.to(half), _filled_up(weight, half) if compiled else weight.to(half)
             else:
                 cast_hidden, cast_weight = hidden, weight
+            words = weight.size(0) if compiled else None
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             grads = (torch.empty_like(cast_hidden), torch.zeros_like(weight)) if learns else None
             for first in range(0, ctx.rows, chunk):
                 part = slice(first, first + chunk)
-                loss -= _chunk(cast_hidden[part], cast_weight, targets[part], part, grads, compiled)
+                loss -= _chunk(cast_hidden[part], cast_weight, targets[part], part, grads, words)
             loss /= ctx.rows
         ctx.grads = grads
         return loss
@@ -86,10 +89,17 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, part: slice, grads: tuple[Tensor, Tensor] | None, compiled: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, part: slice, grads: tuple[Tensor, Tensor] | None, words: int | None
 ) -> Tensor:
-    """Sum of the targets' logarithms over one chunk; its share of both gradients is added to `grads`."""
-    logarithms, gradient = (_fused if compiled else _plainly)(hidden, weight, targets, grads is not None)
+    """Sum of the targets' logarithms over one chunk; its share of both gradients is added to `grads`.
+
+    `words`: how many of the weight's are real, for the compiled form.
+    """
+    learns = grads is not None
+    if words is None:
+        logarithms, gradient = _plainly(hidden, weight, targets, learns)
+    else:
+        logarithms, gradient = _fused(hidden, weight, targets, learns, words)
     if grads is None or gradient is None:
         return logarithms
     grad_hidden, grad_weight = grads
@@ -97,8 +107,18 @@ def _chunk(
     if gradient.dtype == grad_weight.dtype:
         grad_weight.addmm_(gradient.t(), hidden)
     else:  # a half product is summed into the float32 gradient
-        grad_weight += gradient.t() @ hidden
+        grad_weight += (gradient.t() @ hidden)[: grad_weight.size(0)]
     return logarithms
+
+
+def _filled_up(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of the head's weight (words, width) in that precision, with words of zeros up to a whole group."""
+    words, width = weight.shape
+    if words % _GROUP == 0:
+        return weight.to(dtype)
+    filled = torch.zeros(words + -words % _GROUP, width, dtype=dtype, device=weight.device)
+    filled[:words] = weight
+    return filled
 
 
 def _plainly(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
@@ -115,12 +135,12 @@ def _plainly(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> t
     return logarithms, logits.to(hidden.dtype)
 
 
-def _fused(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
-    """The same by compiled kernels."""
+def _fused(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool, words: int) -> tuple[Tensor, Tensor | None]:
+    """The same by compiled kernels. The logits of what was filled up are zeros, and so is their gradient."""
     logits = hidden @ weight.t()
     if not learns:
-        return _compiled(log_sum)(logits, targets), None
-    return _compiled(log_sum_and_gradient)(logits, targets), logits
+        return _compiled(log_sum)(logits[:, :words], targets), None
+    return _compiled(log_sum_and_gradient)(logits[:, :words], targets), logits
 
 
 @cache
