@@ -14,6 +14,7 @@ from oomph import config as configs
 from oomph import devices
 from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.refused import refused
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
 from oomph.predict import clock, cost
@@ -161,7 +162,7 @@ def plan(
         loaded=loaded,
         device=chosen,
         model=counts,
-        memory=footprint(running, settled, _with_optimizer(chosen, settled), reserve_mib),
+        memory=footprint(running, settled, with_optimizer(chosen, settled), reserve_mib),
         time=time,
         compute=compute,
         data=data,
@@ -173,6 +174,7 @@ def plan(
             *chosen.notes,
             *devices.warnings(settled, chosen),
             *_remarks(loaded, chosen.kind != "cpu"),
+            *(() if model else _cannot_run(loaded, chosen)),
             *(_not_used(loaded) if model else ()),
             *whose_tokens,
         ),
@@ -233,7 +235,7 @@ def _steps(config: TrainConfig, on_gpu: bool, capability: tuple[int, int] | None
     return params.parameters(config), (first, later), ()
 
 
-def _with_optimizer(device: Device, config: TrainConfig) -> Device:
+def with_optimizer(device: Device, config: TrainConfig) -> Device:
     """The device with what the program's optimizer brings along: oomph's own AdamW imports nothing."""
     own = config.trainer == "oomph" and config.optimizer == "adamw" and config.optimizer_loop == "fused"
     if own or not device.optimizer_mib:
@@ -254,14 +256,18 @@ def _traced(model: str, config: TrainConfig, device: Device) -> _Built:
     from oomph.step.user_model import trace_model  # imports torch
 
     found = trace_model(model, config, device.kind != "cpu", device.capability)
-    buckets = gpt.gradient_buckets(config, found.parameters)
+    buckets = gpt.gradient_buckets(config, found.trained)
     first, later = (Step((*step.resident, *buckets), step.sections) for step in found.steps)
+    notes = []
+    if found.uncounted:
+        names = ", ".join(found.uncounted)
+        notes.append(f"Not counted is the arithmetic of {names}: times may be far too short, for low and high too")
     if not found.own_inputs:
-        return found.parameters, (first, later), ()
+        return found.parameters, (first, later), tuple(notes)
     shapes = " and ".join(str(shape) for shape in found.own_inputs)
     counted = f"{config.batch_size} × {config.block_size}"
-    note = f"The model brings inputs of its own, {shapes}: tokens are counted as batch_size × block_size, {counted}"
-    return found.parameters, (first, later), (note,)
+    whose = f"The model brings inputs of its own, {shapes}: tokens are counted as batch_size × block_size, {counted}"
+    return found.parameters, (first, later), (*notes, whose)
 
 
 def _model(parameters: Sequence[Parameter]) -> Model:
@@ -311,6 +317,11 @@ def _not_used(loaded: LoadedConfig) -> list[str]:
     return [f"Not used, because the model of your own decides it: {', '.join(unused)}"] if unused else []
 
 
+def _cannot_run(loaded: LoadedConfig, device: Device) -> list[str]:
+    """What the figures are of, though it cannot be had."""
+    return [f"Planned as asked, but it cannot run: {problem}" for problem in refused(loaded, device.kind == "cpu")]
+
+
 def _remarks(loaded: LoadedConfig, on_gpu: bool) -> list[str]:
     """What a reader of this plan should know beyond its figures."""
     config, remarks = loaded.config, []
@@ -318,6 +329,10 @@ def _remarks(loaded: LoadedConfig, on_gpu: bool) -> list[str]:
         remarks.append(
             "Assumed, and covered by low and high: the kernels and workspaces a real card picks, its driver's context"
             + (", and that Triton fuses what inductor plans to" if config.compile else "")
+        )
+    if config.trainer == "oomph" and not on_gpu and config.autocast and config.dtype != "float32":
+        remarks.append(
+            f"Planned in float32: oomph train autocasts to {config.dtype} on a CPU too, and then needs less memory"
         )
     if config.eval_only:
         remarks.append("eval_only is set: the run evaluates once and leaves, so memory and hours are those of that")

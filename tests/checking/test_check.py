@@ -147,3 +147,39 @@ def test_the_cards_draw_is_the_middle_of_what_the_driver_tells_after_the_first_s
 def test_a_check_of_python_callers_refuses_what_the_command_refuses() -> None:
     with pytest.raises(oomph.InputError, match="too few"):
         oomph.check(TINY, steps=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_by_hand_is_checked_as_it_is_planned(dropout: float) -> None:
+    keys = {"attention": "math", "block_size": 128, "batch_size": 1, "dropout": dropout}
+    found = oomph.check(TINY | keys, steps=1)
+    assert found.failure is None
+    assert found.error.allocated_mib == pytest.approx(0, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"trainer": "oomph", "return_logits": True}, "oomph train never returns logits"),
+        ({"attention": "efficient"}, "no memory-efficient attention on a CPU"),
+        ({"trainer": "oomph", "dtype": "float16", "autocast": False}, "float16 weights cannot be trained"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_a_check_and_noted_by_a_plan(keys: dict[str, object], said: str) -> None:
+    with pytest.raises(oomph.InputError, match=said):
+        oomph.check(TINY | keys)
+    assert any(said in note and "cannot run" in note for note in oomph.plan(TINY | keys).notes)
+    assert not any("cannot run" in note for note in oomph.plan(TINY).notes)
+
+
+def test_all_that_is_wrong_with_a_command_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--foo=3", "--n_embd=65", "--batch_size=0"]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("foo", "n_embd", "batch_size"))
+
+
+def test_a_half_plan_for_a_cpu_says_that_it_is_one_in_float32() -> None:
+    keys = TINY | {"trainer": "oomph", "dtype": "bfloat16"}
+    assert any("Planned in float32" in note for note in oomph.plan(keys).notes)
+    assert not any("Planned in float32" in note for note in oomph.plan(keys | {"autocast": False}).notes)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import oomph
 from oomph.devices import calibrated, ratios
@@ -35,6 +36,12 @@ def test_a_later_plan_uses_what_was_measured_and_says_when() -> None:
     assert after.memory.allocated_mib == before.memory.allocated_mib
     assert after.energy.watts == 171
     assert any("2026-11-16" in note and "time × 1.07" in note and "oomph check" in note for note in after.notes)
+
+
+def test_what_an_optimizer_imports_stays_apart_from_what_was_measured() -> None:
+    cpu = replace(CARD, kind="cpu", name="a CPU", threads=2, optimizer_mib=78)
+    ratios.save(cpu, FOUND)
+    assert (calibrated(cpu).context_mib, calibrated(cpu).optimizer_mib) == (300, 78)
 
 
 def test_another_card_and_a_plan_that_is_told_so_go_without(monkeypatch: pytest.MonkeyPatch) -> None:

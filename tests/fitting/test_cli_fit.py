@@ -121,11 +121,27 @@ def test_a_reader_who_leaves_does_not_change_the_exit_code(form: str) -> None:
         ["--gpu", "4070", "--write", "x.py", "--option", "99"],
         ["--gpu", "4070", "--hours", "-1"],
         ["--gpu", "4070", "--tokens", "many"],
+        ["--gpu", "4070", "--tokens", "1e30"],
+        ["--gpu", "4070", "--overwrite"],
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
     with pytest.raises(InputError):
         command.run([*SMALL, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--gpu", "4070", "--write", "x.json", "--batch_size=0"], ["x.json", "batch_size"]),
+        (["--gpu", "no such card", "--write", "x.json"], ["x.json", "no such card"]),
+        (["--gpu", "all", "--write", "x.py", "--largest"], ["--write", "--largest"]),
+    ],
+)
+def test_everything_that_is_wrong_is_told_at_once(arguments: list[str], told: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        command.run([*SMALL, *arguments])
+    assert all(any(each in str(problem) for problem in caught.value.problems) for each in told)
 
 
 def test_tokens_are_understood_as_people_write_them() -> None:

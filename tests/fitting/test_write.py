@@ -12,7 +12,7 @@ import oomph
 from oomph.errors import InputError
 from oomph.fitting import Fit, comments, fit
 from oomph.fitting.edit import set_key
-from oomph.fitting.write import write_config
+from oomph.fitting.write import check_target, write_config
 
 OLD = {"batch_size": 16, "gradient_accumulation_steps": 32, "block_size": 1024}
 NEW = OLD | {"batch_size": 8, "gradient_accumulation_steps": 64}
@@ -243,3 +243,35 @@ def test_an_error_names_the_users_file_and_no_temporary_one(tmp_path: Path) -> N
         write_config(source, found, found.chosen)
     assert ".oomph-" not in str(error.value)
     assert "run.toml" in str(error.value)
+
+
+def test_a_value_that_the_file_goes_on_to_multiply_is_set_at_its_end() -> None:
+    text = set_key("batch_size = 8\nbatch_size *= 2\n", False, "batch_size", 4)
+    assert text.startswith("batch_size = 8\nbatch_size *= 2\n")
+    assert "batch_size = 4" in text
+
+
+def test_a_comment_that_was_not_true_before_is_left_alone() -> None:
+    stale = "# 12 batch size * 1024 block size * 5 gradaccum * 8 GPUs = 491,520"
+    old = {"batch_size": 16, "gradient_accumulation_steps": 40, "block_size": 1024}
+    new = old | {"batch_size": 10, "gradient_accumulation_steps": 64}
+    assert comments.correct(stale, old, new) == stale
+
+
+def test_a_file_that_is_there_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    target = tmp_path / "run.py"
+    target.write_text("# mine\n")
+    with pytest.raises(InputError, match="is there already"):
+        check_target(target)
+    check_target(target, overwrite=True)
+
+
+def test_a_link_stays_one_and_the_file_behind_it_keeps_its_permissions(run_d: Fit, tmp_path: Path) -> None:
+    real, link = tmp_path / "real.py", tmp_path / "link.py"
+    real.write_text("# mine\n")
+    real.chmod(0o600)
+    link.symlink_to(real)
+    write_config(link, run_d, run_d.options[0])
+    assert link.is_symlink()
+    assert "# mine" not in real.read_text()
+    assert real.stat().st_mode & 0o777 == 0o600

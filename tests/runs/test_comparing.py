@@ -74,6 +74,12 @@ def test_unfinished_runs_have_no_winner_at_the_end(found: Comparison) -> None:
     assert "not finished" in reason
 
 
+def test_a_final_evaluation_comes_after_the_last_step_and_is_none() -> None:
+    logged = "".join(f'{{"step": {step}, "loss": 2.0}}\n' for step in range(0, 300, 10))
+    run = read_text(logged + '{"step": 300, "val_loss": 1.9}\n')
+    assert (run.last_step, run.steps_done) == (300, 300)
+
+
 def test_more_accumulation_is_not_fewer_optimizer_steps(found: Comparison) -> None:
     assert any("the same number of optimizer steps for the same tokens" in note for note in found.notes)
 

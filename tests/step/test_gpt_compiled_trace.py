@@ -18,7 +18,7 @@ from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak, rounded
 from oomph.step import gpt_compiled
 from oomph.step.compiled import compiled
-from oomph.step.ops import Buffer, Kind, Phase, Step
+from oomph.step.ops import Buffer, Kernel, Kind, Phase, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 
@@ -92,6 +92,17 @@ def assert_agrees(settings: TrainConfig, cuda: bool = True, first: bool = False,
 
 def test_arithmetic_agrees_with_inductors_plan_for_a_card() -> None:
     assert_agrees(config())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [True, False])
+def test_norms_read_and_write_what_inductors_do(autocast: bool) -> None:
+    settings = config(n_layer=5, n_head=4, n_embd=256, block_size=256, batch_size=4, vocab_size=512, autocast=autocast)
+    moved = [
+        sum(op.bytes_moved for op in step.sections[1].ops if (op.kernel, op.phase) == (Kernel.REDUCTION, Phase.FORWARD))
+        for step in (built(settings), planned(settings, evaluation=False))
+    ]
+    assert moved[0] == pytest.approx(moved[1], rel=0.15)
 
 
 def drawn(seed: int, checkpoints: bool = False) -> TrainConfig:

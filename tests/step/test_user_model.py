@@ -42,6 +42,40 @@ def broken():
 def number():
     return 7
 
+def leaves():
+    raise SystemExit(0)
+
+class Leaving(Tiny):
+    def forward(self, ids, targets):
+        raise SystemExit(5)
+
+def ids():
+    return torch.zeros(2, 5, dtype=torch.int64)
+
+def named():
+    return Tiny(), {"targets": ids(), "ids": ids()}
+
+class Alone(Tiny):
+    def forward(self, ids):
+        return super().forward(ids, ids)
+
+def one():
+    return Alone(), ids()
+
+def words():
+    return Tiny(), "ids"
+
+class Frozen(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.hidden.requires_grad_(False)
+
+class Far(Tiny):
+    def forward(self, ids, targets):
+        logits, loss = super().forward(ids, targets)
+        return logits, loss + torch.cdist(self.head.weight, self.embed.weight.repeat(1, 2), p=1.0).mean()
+
 class Silent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -110,6 +144,9 @@ def test_what_the_model_prints_stays_out_of_the_json(file: Path, capsys: pytest.
         ("{}:biuld", "did you mean build?"),
         ("{}:broken", "RuntimeError: no such layer"),
         ("{}:number", "found int"),
+        ("{}:leaves", "SystemExit: 0"),
+        ("{}:Leaving", "SystemExit: 5"),
+        ("{}:words", "its inputs are no tensors"),
         ("{}", "file.py:function"),
         ("missing.py:build", "no such file"),
     ],
@@ -123,7 +160,7 @@ def test_a_model_that_cannot_be_had_says_why(file: Path, spec: str, said: str) -
 def test_only_what_the_file_defines_is_offered(file: Path) -> None:
     with pytest.raises(InputError) as refused:
         oomph.plan(SMALL, "RTX 4070", model=f"{file}:nope")
-    assert "allowed: Tiny, build, with_inputs, broken, number, Silent, Constant" in str(refused.value)
+    assert "allowed: Tiny, build, with_inputs, broken, number, leaves" in str(refused.value)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -164,3 +201,32 @@ def test_a_hugging_face_config_of_another_family_is_traced(tmp_path: Path) -> No
     plan = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=str(path))
     assert plan.model.params > 2 * 128 * 32
     assert plan.memory.fits is True
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("function", ["named", "one"])
+def test_inputs_may_be_named_or_one_alone(file: Path, function: str, compiled: bool) -> None:
+    keys = SMALL | {"compile": compiled}
+    plan = oomph.plan(keys, "RTX 4070", model=f"{file}:{function}")
+    in_order = oomph.plan(keys, "RTX 4070", model=f"{file}:with_inputs")
+    assert plan.model.params == in_order.model.params
+    assert plan.compute.flops_per_step == in_order.compute.flops_per_step
+
+
+def test_a_file_sees_no_arguments_of_oomph(tmp_path: Path) -> None:
+    path = tmp_path / "asks.py"
+    path.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n" + FILE)
+    assert main(["plan", "--model", f"{path}:build", "--gpu", "RTX 4070", "--compile=False"]) == 0
+
+
+def test_frozen_parameters_are_in_no_gradient_bucket(file: Path) -> None:
+    keys = SMALL | {"compile": False, "gradient_accumulation_steps": 8, "world_size": 8}
+    plan = oomph.plan(keys, "RTX 4070", model=f"{file}:Frozen")
+    alone = oomph.plan(keys | {"world_size": 1}, "RTX 4070", model=f"{file}:Frozen")
+    more_bytes = sum(b.bytes for b in plan.steps[1].resident) - sum(b.bytes for b in alone.steps[1].resident)
+    assert more_bytes == 4 * 96 * 64  # the head's
+
+
+def test_arithmetic_that_is_not_counted_is_named(file: Path) -> None:
+    notes = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:Far").notes
+    assert any("Not counted is the arithmetic of" in note and "cdist_backward" in note for note in notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,25 @@ def steps_kept(folder: Path) -> list[int]:
     return [checkpoint.step_of(path) for path in checkpoint.saved(folder)]
 
 
-@pytest.mark.parametrize("mistake", [{"dataset": "nowhere"}, {"vocab_size": 40}, {"wandb_log": True}], ids=str)
+@pytest.mark.parametrize(
+    "mistake",
+    [{"dataset": "nowhere"}, {"vocab_size": 40}, {"wandb_log": True}, {"val": 0}, {"val": 20}, {"val": 2000}],
+    ids=str,
+)
 def test_a_mistake_with_overwrite_leaves_the_old_run_whole(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: dict[str, object]
+    run: Train, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: dict[str, object]
 ) -> None:
+    """`val`: bytes of a val.bin that is missing, shorter than a block, or full of tokens that are no words."""
+    import shutil
     import sys
 
     monkeypatch.setitem(sys.modules, "wandb", None)
+    if "val" in mistake:
+        shutil.copytree(data, tmp_path / "other")
+        (tmp_path / "other" / "val.bin").write_bytes(b"\x50" * int(str(mistake["val"])))
+        if not mistake["val"]:
+            (tmp_path / "other" / "val.bin").unlink()
+        mistake = {"dataset": str(tmp_path / "other")}
     run("run", max_iters=3, eval_interval=3)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(InputError):
@@ -71,7 +84,80 @@ def test_the_best_of_a_given_up_continuation_is_replaced(run: Train, tmp_path: P
     still = {"learning_rate": 0.0, "min_lr": 0.0}  # nothing gets better any more
     result = run("run", options={"resume": checkpoint.path_of(folder, 2)}, max_iters=4, eval_interval=2, **still)
     best = checkpoint.load(folder / "best.pt")
+    assert best["iter_num"] == 2 and result.best_val_loss == best["best_val_loss"]
+
+
+def test_a_best_whose_process_died_before_it_could_say_so_is_the_best(run: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run("run", max_iters=4, eval_interval=2)
+    older = checkpoint.path_of(folder, 2)
+    (folder / "best.pt").unlink()
+    checkpoint.mark_best(folder, older)
+    still = {"learning_rate": 0.0, "min_lr": 0.0}
+    result = run("run", options={"resume": True}, max_iters=6, eval_interval=2, **still)
+    best = checkpoint.load(folder / "best.pt")
     assert best["iter_num"] == 4 and result.best_val_loss == best["best_val_loss"]
+
+
+def test_a_resumed_run_goes_on_from_what_another_process_saved_while_it_waited(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oomph.training import run as run_module
+
+    run("whole", max_iters=6)
+    run("run", max_iters=2)
+    prepare = run_module.prepare
+
+    def late(*arguments: Any) -> Any:
+        if steps_kept(tmp_path / "run") == [2]:
+            with monkeypatch.context() as patched:
+                patched.setattr(run_module, "prepare", prepare)
+                run("run", options={"resume": True}, max_iters=4)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(run_module, "prepare", late)
+    run("run", options={"resume": True}, max_iters=6)
+    assert steps_kept(tmp_path / "run") == [4, 6]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_evaluating_a_run_that_is_not_done_leaves_its_files(run: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run("run", options={"export": True}, max_iters=3, eval_interval=3)
+    (folder / "result.json").unlink()  # as if it had been killed
+    (folder / "huggingface" / "model.safetensors").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step":3,"loss":1.0}\n')
+
+    def files() -> dict[Path, bytes]:
+        own = ("metrics.jsonl", "log.txt")
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in own}
+
+    before, lines = files(), (folder / "metrics.jsonl").read_text()
+    result = train({"eval_only": True, "max_iters": 9}, resume=folder, quiet=True, measure=False)
+    assert files() == before
+    assert (folder / "metrics.jsonl").read_text().startswith(lines)
+    assert result.reason == "evaluated" and not result.finished and not result.interrupted
+
+
+def test_the_kept_config_says_how_to_repeat_the_run(run: Train, tmp_path: Path) -> None:
+    run("first", max_iters=2)
+    run("run", options={"order": "epochs", "weights": tmp_path / "first"}, max_iters=2)
+    run("run", options={"resume": True}, max_iters=3)
+    head = (tmp_path / "run" / "config.toml").read_text().splitlines()[0]
+    assert head.endswith(f"--out_dir=ANOTHER --order=epochs --weights={tmp_path / 'first'}")
+    loaded = configs.load([tmp_path / "run" / "config.toml"])
+    assert loaded.config.backend == "gloo"  # nccl, the default, carries no run on a CPU
+    again = configs.load([tmp_path / "run" / "config.toml"], [("out_dir", str(tmp_path / "again"), "here")])
+    train(again, order="epochs", weights=tmp_path / "first", quiet=True, measure=False)
+    assert losses(tmp_path / "again") == losses(tmp_path / "run")
+
+
+def test_what_a_killed_process_left_of_the_best_goes(run: Train, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".best.pt.123").write_bytes(b"half")
+    run("run", max_iters=1)
+    assert not (tmp_path / "run" / ".best.pt.123").exists()
 
 
 def test_resuming_by_another_path_to_the_same_folder_keeps_the_metrics(

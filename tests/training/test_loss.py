@@ -121,6 +121,20 @@ def test_in_float16_no_words_gradient_is_lost() -> None:
     torch.testing.assert_close(found[unseen], exact[unseen], rtol=0.05, atol=1e-10)
 
 
+@pytest.mark.parametrize("chunk", [300, 2048, 4096])
+def test_in_float16_a_word_that_is_everywhere_does_not_overflow(chunk: int) -> None:
+    """Its gradient is a sum over all rows of a chunk, made before any scale of the loss could make it smaller."""
+    hidden, weight, targets = example(4096, 4, 50)
+    with torch.no_grad():
+        hidden[:, 0] = 500.0
+        weight[:, 0] = 0.0
+        targets.fill_(7)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = chunked_loss(hidden, weight, targets, chunk)
+    found, exact = (gradients(each, weight)[0] for each in (loss, plain_loss(hidden, weight, targets)))
+    torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02)
+
+
 def test_pure_bfloat16_weights_get_bfloat16_gradients() -> None:
     hidden, weight, targets = example(20, 8, 30, torch.bfloat16)
     grad_hidden, grad_weight = gradients(chunked_loss(hidden, weight, targets, 6), hidden, weight)

@@ -178,8 +178,31 @@ def test_a_changed_shape_is_refused_with_both_values(run: Train, key: str) -> No
 def test_other_data_is_refused(run: Train, data: Path) -> None:
     run("run", max_iters=2)
     (data / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-200])
-    with pytest.raises(InputError, match="tokens differs"):
+    with pytest.raises(InputError, match=r"step_00000002\.pt: it was trained on other data.*3900 tokens here, 4000"):
         run("run", options={"resume": True}, max_iters=4)
+
+
+def test_another_seed_or_order_is_refused_with_the_way_out(run: Train) -> None:
+    run("run", max_iters=2)
+    with pytest.raises(InputError, match=r"seed cannot change.*1337 so far; found 5; allowed: 1337, or --weights"):
+        run("run", options={"resume": True}, max_iters=4, seed=5)
+    with pytest.raises(InputError, match=r"--order: cannot change.*found epochs; allowed: random, or --weights"):
+        run("run", options={"resume": True, "order": "epochs"}, max_iters=4)
+
+
+@pytest.mark.parametrize(("old", "new"), [("float32", "float16"), ("float16", "bfloat16")])
+def test_a_run_goes_on_in_another_precision(run: Train, tmp_path: Path, old: str, new: str) -> None:
+    run("run", max_iters=2, dtype=old)
+    run("run", options={"resume": True}, max_iters=4, dtype=new)
+    assert len(losses(tmp_path / "run")) == 4
+
+
+@pytest.mark.parametrize("keys", [{}, {"init_from": "resume"}], ids=str)
+@pytest.mark.parametrize("option", [{"weights": "/nowhere"}, {"overwrite": True}], ids=str)
+def test_what_begins_anew_cannot_go_with_resume(run: Train, keys: dict[str, Any], option: dict[str, Any]) -> None:
+    run("run", max_iters=2)
+    with pytest.raises(InputError, match=f"--{next(iter(option))}: cannot go with --resume"):
+        run("run", options={"resume": not keys, **option}, max_iters=4, **keys)
 
 
 def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_it_can_be_named(run: Train, tmp_path: Path) -> None:
@@ -261,7 +284,7 @@ def test_what_was_asked_of_a_run_is_remembered(run: Train, tmp_path: Path) -> No
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == len(events) + 1
     assert (tmp_path / "run" / "huggingface" / "model.safetensors").is_file()
     ours = checkpoint.load(checkpoint.saved(tmp_path / "run")[-1])["oomph"]
-    assert ours["options"] == asked and ours["data"]["order"] == "epochs"
+    assert ours["options"] == asked | {"weights": ""} and ours["data"]["order"] == "epochs"
 
 
 def test_what_is_said_again_counts(run: Train, tmp_path: Path) -> None:
@@ -309,7 +332,13 @@ def wrong_checkpoint(content: dict[str, Any], path: str, value: object) -> None:
         ("oomph.micro_steps", "2"),
         ("oomph.random", [{"cpu": 3}]),
         ("oomph.random", [{"cpu": torch.zeros(3, dtype=torch.uint8)}]),
+        ("oomph.batch_size", None),
+        ("oomph.random", None),
         ("oomph.standing", {"seconds": "long"}),
+        ("oomph.standing.seconds", None),
+        ("oomph.standing.metrics_bytes", 0.5),
+        ("oomph.data.block_size", torch.ones(2)),
+        ("oomph.data.sha256", 3),
         ("oomph.data", {"position": -1}),
         ("oomph.decided", 3),
         ("oomph.options", []),

@@ -155,6 +155,79 @@ def test_a_float16_overflow_is_skipped_and_the_run_goes_on(
     assert [line["step"] for line in lines if line.get("event") == "scale lowered"] == [2]
 
 
+def test_float16_gradients_that_no_scale_helps_end_the_run(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, count = trainer_module.head_loss, [0]
+
+    def sour(*arguments: object) -> torch.Tensor:
+        loss = head(*arguments)  # type: ignore[arg-type]
+        if loss.requires_grad:
+            count[0] += 1
+            if count[0] > 2 * 4:  # two micro-steps a step
+                loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    monkeypatch.setattr(trainer_module, "head_loss", sour)
+    with pytest.raises(
+        TrainingError, match="step 23: the gradients' norm was not finite in 20 steps in a row"
+    ) as error:
+        run("bad", dtype="float16", max_iters=100, eval_interval=3)
+    assert "The last good checkpoint is" in str(error.value)
+    log = (tmp_path / "bad" / "log.txt").read_text()
+    assert "step 4: a gradient overflowed in float16; the step was skipped, and the loss's scale is 32768 now" in log
+
+
+def test_a_compiler_that_is_missing_is_said_with_its_cure(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def failing(*_: object) -> torch.Tensor:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(trainer_module, "head_loss", failing)
+    with pytest.raises(TrainingError, match=r"torch\.compile failed: .*--compile=False"):
+        run("run")
+    assert "ERROR: torch.compile failed" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_fault_of_ours_leaves_its_trace_in_the_log(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> torch.Tensor:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(trainer_module, "head_loss", failing)
+    with pytest.raises(ZeroDivisionError):
+        run("run")
+    assert "ERROR: by nothing" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "no such rank; found RANK=3 WORLD_SIZE=1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "not as torchrun sets it"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "not as torchrun sets it"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "not as torchrun sets it"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "no address at which they meet"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_is_not_torchruns_is_refused(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], words: str
+) -> None:
+    from oomph.training.distributed import ranks_from_environment
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=words):
+        ranks_from_environment()
+
+
 def test_a_full_disk_does_not_end_the_run(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +269,9 @@ def test_the_command_resumes_with_one_flag(
     assert json.loads(capsys.readouterr().out)["steps"] == 8
     assert command.run(["--resume", "out", "--json", "--max_iters=9"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 9
+    Path("more.toml").write_text("max_iters = 10\n")
+    assert command.run(["more.toml", "--resume", "out", "--json"]) == 0  # a config before it, the run after it
+    assert json.loads(capsys.readouterr().out)["steps"] == 10
 
 
 def test_the_command_says_no_with_its_exit_code(

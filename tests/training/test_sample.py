@@ -192,6 +192,7 @@ def test_a_sample_of_a_checkpoint_lands_in_its_runs_folder(run: Train, tmp_path:
         ["--tokens", "0"],
         ["--top_k", "0.5"],
         ["--samples", "1e3"],
+        ["--prompt", "a\udcff"],
     ],
     ids=str,
 )
@@ -205,6 +206,33 @@ def test_what_cannot_be_sampled_with_is_refused(
         run("run", max_iters=1)
     assert main(["sample", str(tmp_path / "run"), "--prompt", "abc", *argv]) == 2
     assert argv[0] in capsys.readouterr().err
+
+
+def test_many_samples_are_made_in_groups(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oomph.training import sample
+
+    likeliest = generate(model, [1], 5, Sampling(0), 1)
+    monkeypatch.setattr(sample, "GROUP", 4)
+    sizes = [len(group) for group in sample.generate_groups(model, [1], 5, Sampling(0), 10)]
+    assert sizes == [4, 4, 2] and generate(model, [1], 5, Sampling(0), 10) == likeliest * 10
+    drawn = generate(model, [1], 5, Sampling(1.0), 8)
+    assert drawn[:4] != drawn[4:]  # random numbers go on from group to group
+
+
+@pytest.mark.usefixtures("letters")
+def test_too_little_memory_for_the_samples_is_said(
+    run: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oomph.cli.main import main
+    from oomph.training import sample
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    run("run", max_iters=1)
+    monkeypatch.setattr(sample, "KeyValues", full)
+    assert main(["sample", str(tmp_path / "run"), "--prompt", "abc"]) == 3
+    assert "fewer --samples" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 1e6])

@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -80,13 +80,23 @@ def test_a_stop_without_a_checkpoint_does_not_claim_one(run: Train, monkeypatch:
         run("run")
 
 
-def test_a_best_that_was_not_written_is_not_the_best(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("times", "best_step"), [(1, 6), (10, 4)])
+def test_the_best_is_the_best_that_was_written(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, best_step: int
 ) -> None:
-    fail_to_save(monkeypatch, ["step_00000006"], times=1)
-    result = run("run", eval_interval=2)
-    best = checkpoint.load(tmp_path / "run" / "best.pt")
-    assert best["iter_num"] == 4 and result.best_val_loss == best["best_val_loss"]
+    fail_to_save(monkeypatch, ["step_00000006"], times)
+    with nullcontext() if times == 1 else pytest.raises(TrainingError):
+        assert (
+            run("run", eval_interval=2).best_val_loss == checkpoint.load(tmp_path / "run" / "best.pt")["best_val_loss"]
+        )
+    assert checkpoint.load(tmp_path / "run" / "best.pt")["iter_num"] == best_step
+
+
+def test_a_warning_of_a_full_disk_is_said_once(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_to_save(monkeypatch, ["step_00000006"])
+    with pytest.raises(TrainingError):
+        run("run", eval_interval=3)
+    assert (tmp_path / "run" / "log.txt").read_text().count("WARNING") == 1
 
 
 def test_a_full_disk_under_every_file_does_not_end_the_run(

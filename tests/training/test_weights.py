@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from training_helpers import Train
 
 from oomph.config import TrainConfig
 from oomph.errors import InputError
 from oomph.training import weights
 from oomph.training.model import GPT
-from oomph.training.state import load_weights
+from oomph.training.named import load_weights
 
 CONFIG = TrainConfig(vocab_size=20, n_layer=2, n_head=2, n_embd=8, block_size=10, bias=True)
 
@@ -44,8 +45,6 @@ def test_matrices_are_transposed_and_the_tied_head_left_out(tmp_path: Path) -> N
 
 
 def test_missing_biases_become_zeros() -> None:
-    from msgspec.structs import replace
-
     config = replace(CONFIG, bias=False)
     tensors = weights.to_huggingface(model_of(config).state_dict(), config)
     assert torch.equal(tensors["transformer.h.0.mlp.c_fc.bias"], torch.zeros(32))
@@ -88,6 +87,44 @@ def test_weights_of_another_shape_are_refused_one_by_one(run: Train, tmp_path: P
     weights.export_huggingface(model_of().state_dict(), CONFIG, tmp_path / "other")
     with pytest.raises(InputError, match=r"another shape for transformer\.wte\.weight"):
         run("run", options={"weights": tmp_path / "other"})
+
+
+def refusal(model: GPT, named: dict[str, torch.Tensor]) -> list[str]:
+    with pytest.raises(InputError) as error:
+        load_weights(model, named, "there")
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_biases_that_the_model_has_no_place_for_are_named_with_the_key_that_makes_one() -> None:
+    named = GPT(CONFIG).state_dict()
+    for value in named.values():
+        value.fill_(0.5)
+    (said,) = refusal(GPT(replace(CONFIG, bias=False)), named)
+    assert "no place for its transformer.h.0-1.ln_1.bias, transformer.h.0-1.attn.c_attn.bias" in said
+    assert said.endswith("transformer.ln_f.bias; allowed: --bias=True")
+
+
+def test_biases_of_zeros_and_masks_are_none() -> None:
+    config = replace(CONFIG, bias=False)
+    named = weights.from_huggingface(weights.to_huggingface(model_of(config).state_dict(), config))
+    mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 10, 10)}  # of a nanoGPT without flash attention
+    other = GPT(config)
+    load_weights(other, named | mask, "there")
+    assert torch.equal(other.state_dict()["transformer.ln_f.weight"], named["transformer.ln_f.weight"])
+
+
+def test_missing_and_surplus_layers_are_said_with_their_number() -> None:
+    config = replace(CONFIG, bias=False)
+    (fewer,) = refusal(GPT(replace(config, n_layer=1)), model_of(config).state_dict())
+    assert "no place for its transformer.h.1.ln_1.weight" in fewer and fewer.endswith("--n_layer=2")
+    (more,) = refusal(GPT(replace(config, n_layer=4)), model_of(config).state_dict())
+    assert "no weights for transformer.h.2-3.ln_1.weight" in more and more.endswith("--n_layer=2")
+
+
+def test_a_head_of_its_own_is_not_lost_in_a_tied_model() -> None:
+    untied = model_of(replace(CONFIG, tie_weights=False)).state_dict()
+    (said,) = refusal(GPT(CONFIG), untied)
+    assert "lm_head.weight is not its transformer.wte.weight" in said and said.endswith("--tie_weights=False")
 
 
 @pytest.mark.parametrize("header", ["[]", '["a"]', "3", '{"a": 3}', '{"a": {"dtype": "F32"}}', "[" * 9000])

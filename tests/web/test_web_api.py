@@ -148,7 +148,7 @@ def test_every_problem_comes_at_once_each_with_its_place(client: httpx.Client) -
         ({"preset": "../../etc/passwd"}, "preset"),
         ({"gpu": " "}, "gpu"),
         ({"config": "n_layer = 1\0"}, "config"),
-        ({"colour": 1}, "body"),
+        ({"colour": 1}, "colour"),
         ({"step_ms": 0}, "step_ms"),
         ({"step_ms": 5e-324}, "step_ms"),
         ({"set": {"wandb_project": False}}, "set.wandb_project"),
@@ -162,6 +162,27 @@ def test_what_is_wrong_is_named(client: httpx.Client, question: dict[str, object
     assert problems(client, "plan", **({"gpu": CARD} | question))[0]["where"] == where
 
 
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ({"reserve_mib": None}, {"where": "reserve_mib", "found": "null", "allowed": "a number"}),
+        ({"config": "x" * (2**18 + 1)}, {"where": "config", "what": "is too long"}),
+        ({"set": {"n_layer": [1]}}, {"where": "set", "found": "a list"}),
+        ({"step_ms": -1}, {"where": "step_ms", "what": "is out of range"}),
+    ],
+)
+def test_a_question_of_another_form_is_told_in_plain_words(
+    client: httpx.Client, question: dict[str, object], words: dict[str, str]
+) -> None:
+    (told,) = problems(client, "plan", **({"gpu": CARD} | question))
+    assert words.items() <= told.items() and "`" not in str(told)
+
+
+def test_an_editors_mark_before_a_pasted_config_is_passed_over(client: httpx.Client) -> None:
+    told = ask(client, "plan", config="\ufeffn_layer = 3\n", filename="run.py", gpu=CARD)
+    assert told["plan"]["config"]["n_layer"] == 3
+
+
 def test_a_card_may_be_given_by_numbers(client: httpx.Client) -> None:
     told = ask(client, "plan", gpu="mine", gpu_mib=16000, gpu_tflops=50, gpu_gbs=500, gpu_watts=200)["plan"]
     assert told["device"]["memory_mib"] == 16000 and told["time"]["step_ms"] > 0
@@ -173,6 +194,16 @@ def test_a_fit_is_that_of_the_python_api(client: httpx.Client) -> None:
     expected = oomph.fit(small, CARD)
     assert told["verdict"] == expected.verdict
     assert [option["changes"] for option in told["options"]] == [option.changes for option in expected.options]
+
+
+def test_tokens_may_be_written_as_people_write_them(client: httpx.Client) -> None:
+    small = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_size": 2, "vocab_size": 256}
+    small |= {"gradient_accumulation_steps": 1}
+    assert ask(client, "fit", gpu=CARD, set=small, tokens="1.5M") == ask(
+        client, "fit", gpu=CARD, set=small, tokens=1.5e6
+    )
+    (told,) = problems(client, "fit", gpu=CARD, set=small, tokens="many")
+    assert (told["where"], told["found"]) == ("tokens", "'many'")
 
 
 def test_an_option_taken_over_changes_only_its_lines_of_the_pasted_config(client: httpx.Client) -> None:

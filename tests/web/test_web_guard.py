@@ -34,7 +34,10 @@ def test_this_machines_own_names_are_ours(client: httpx.Client, server: Running,
     assert client.get("/api/presets", headers={"host": f"{name}:{port}"}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "https://127.0.0.1"])
+ORIGINS = ["http://evil.example", "null", "http://127.0.0.1:1", "https://127.0.0.1", "", "http://[", "http://a]b"]
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
 def test_another_sites_page_is_refused(client: httpx.Client, origin: str) -> None:
     assert client.post("/api/plan", json=PLAN, headers={"origin": origin}).status_code == 403
 
@@ -112,8 +115,9 @@ def test_the_address_with_the_token_leaves_a_cookie_that_opens_everything(guarde
 
 
 def test_a_program_may_send_the_token_as_a_header(guarded: Running) -> None:
-    headers = {"authorization": f"Bearer {guarded.token}"}
-    assert httpx.get(f"{guarded.url}/api/runs", headers=headers).status_code == 200
+    for scheme, status in (("Bearer ", 200), ("bearer ", 200), ("Basic ", 401), ("", 401)):
+        headers = {"authorization": f"{scheme}{guarded.token}"}
+        assert httpx.get(f"{guarded.url}/api/runs", headers=headers).status_code == status
 
 
 def test_on_the_network_addresses_and_the_machines_name_are_ours_and_others_not(guarded: Running) -> None:

@@ -118,6 +118,49 @@ def test_broken_files_leave_the_rest_readable(tmp_path: Path) -> None:
     assert run["metrics"]["columns"]["step"] == [0, 1, 2, 3, 4] and run["metrics"]["columns"]["loss"][-1] is None
 
 
+DEEP = b"[" * 100_000
+HUGE = b"1" + b"0" * 400
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("result.json", DEEP),
+        ("result.json", b'{"finished": true, "steps": %b}' % HUGE),
+        ("plan.json", DEEP),
+        ("plan.json", b'{"compute": {"flops_per_token": %b}}' % HUGE),
+        ("plan.json", b'{"compute": {"flops_per_token": "inf"}}'),
+        ("metrics.jsonl", b'{"step": 3, "loss": 1, "x": %b}\n' % DEEP),
+        ("metrics.jsonl", b'{"step": 3, "tokens": %b, "loss": 1}\n' % HUGE),
+        ("metrics.jsonl", b'{"step": %b, "loss": 1}\n' % HUGE),
+        ("config.toml", b"max_iters = " + DEEP),
+    ],
+)
+def test_a_file_that_no_run_writes_takes_no_other_run_away(tmp_path: Path, file: str, content: bytes) -> None:
+    write_run(tmp_path, 3, name="good")
+    path = write_run(tmp_path, 3, name="bad")
+    (path / file).write_bytes(content)
+    folder = RunsFolder(tmp_path)
+    for found in (folder.listing(), folder.run("bad")):
+        msgspec.json.encode(found)
+    assert {run["name"] for run in folder.listing()["runs"]} == {"good", "bad"}
+    assert all(event.startswith(b"id: ") for event in Tail(path, 0).more())
+
+
+def test_a_folder_whose_name_is_no_text_is_listed_and_read_under_one_that_is(tmp_path: Path) -> None:
+    path = write_run(tmp_path, 3)
+    path.rename(os.fsdecode(os.fsencode(tmp_path) + b"/b\xffd"))
+    (run,) = RunsFolder(tmp_path).listing()["runs"]
+    msgspec.json.encode(run)
+    assert run["name"] == r"b\xffd" and RunsFolder(tmp_path).run(run["name"])["metrics"]["count"] == 3
+
+
+def test_a_run_says_when_it_last_wrote_as_the_list_does(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    (listed,) = RunsFolder(tmp_path).listing()["runs"]
+    assert RunsFolder(tmp_path).run("a")["updated"] == listed["updated"]
+
+
 def test_a_run_that_goes_on_after_its_result_is_running(tmp_path: Path) -> None:
     path = write_run(tmp_path, 4, finished=True)
     earlier = time.time() - 60

@@ -17,11 +17,16 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from web_helpers import Running, running, write_run
 
 from oomph.cli.main import main
 from oomph.web.app import KEPT_ANSWERS, Answers
+from oomph.web.halves import ask_plan
 from oomph.web.pool import Pool, TooBusyError, TooLongError
+from oomph.web.prompt import PromptProtocol
 from oomph.web.server import DEFAULT_PORT, Address, is_loopback, listen
 from oomph.web.static import Static
 from oomph.web.worker import Answer
@@ -83,6 +88,11 @@ def test_wrong_arguments_are_told(arguments: list[str], capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("ERROR: ")
 
 
+def test_a_host_that_is_none_is_not_blamed_on_the_port(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--no_browser", "--host", "no.such.host.invalid", "--port", "0"]) == 2
+    assert "--host no.such.host.invalid" in capsys.readouterr().err
+
+
 def test_planning_through_the_server_never_imports_torch() -> None:
     code = """
 import sys
@@ -127,6 +137,8 @@ def test_a_long_answer_is_compressed_for_who_can_read_that(client: httpx.Client)
     packed = client.post("/api/plan", json=question)
     plain = client.post("/api/plan", json=question, headers={"accept-encoding": "identity"})
     assert packed.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
+    refusing = client.post("/api/plan", json=question, headers={"accept-encoding": "gzip;q=0, br"})
+    assert "content-encoding" not in refusing.headers
     assert int(packed.headers["content-length"]) < len(plain.content) / 2 and packed.json() == plain.json()
 
 
@@ -168,6 +180,86 @@ def test_heavy_questions_leave_a_worker_for_quick_ones(tmp_path: Path) -> None:
             await asyncio.gather(*heavy, return_exceptions=True)
         finally:
             await pool.close()
+
+    asyncio.run(scene())
+
+
+def test_a_question_after_one_that_was_given_up_gets_its_own_answer(tmp_path: Path) -> None:
+    def question(batch_size: int) -> bytes:
+        keys = {"n_layer": 4, "n_embd": 64, "n_head": 4, "batch_size": batch_size}
+        return json.dumps({"gpu": "RTX 4070", "set": keys}).encode()
+
+    async def scene() -> None:
+        pool = Pool(2, str(tmp_path))
+        await pool.start()
+        try:
+            await pool.ask("runs", b"", 60, False)
+            for at, pause_s in enumerate((0.0, 0.0005, 0.002, 0.01, 0.03) * 3):
+                given_up = asyncio.create_task(ask_plan(pool, question(100 + at), 60))
+                await asyncio.sleep(pause_s)
+                given_up.cancel()
+                await asyncio.gather(given_up, return_exceptions=True)
+                answer = await ask_plan(pool, question(1 + at), 60)
+                found = json.loads(answer.plain())
+                assert answer.status == 200
+                assert [found[name]["config"]["batch_size"] for name in ("plan", "other")] == [1 + at] * 2
+        finally:
+            await pool.close()
+
+    asyncio.run(scene())
+
+
+def test_cancelled_again_and_again_a_worker_is_free_only_once_its_answer_is_read(tmp_path: Path) -> None:
+    async def scene() -> None:
+        pool = Pool(1, str(tmp_path))
+        await pool.start()
+        try:
+            assert (await pool.ask("runs", b"", 60, False)).status == 200
+            given_up = asyncio.create_task(pool.ask("fit", json.dumps(LONG).encode(), 60, False))
+            await asyncio.sleep(0.1)
+            while not given_up.done():
+                given_up.cancel()
+                await asyncio.sleep(0)
+            assert given_up.cancelled()
+            assert json.loads((await pool.ask("runs", b"", 60, False)).plain())["runs"] == []
+        finally:
+            await pool.close()
+
+    asyncio.run(scene())
+
+
+def test_a_connection_that_does_not_ask_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oomph.web.prompt.HEADER_SECONDS", 0.3)
+    whole = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.6)  # longer than a head may take: an answer has all the time it needs
+        await Response(b"here")(scope, receive, send)
+
+    async def until_closed(port: int, *pieces: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(reader.read(), 10)
+        finally:
+            writer.close()
+
+    async def scene() -> None:
+        with listen("127.0.0.1", 0) as listening:
+            port = listening.getsockname()[1]
+            config = uvicorn.Config(slow, http=PromptProtocol, lifespan="off", log_level="error", timeout_keep_alive=1)
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve([listening]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            assert await until_closed(port) == b""
+            assert await until_closed(port, whole[:9]) == b""
+            assert (await until_closed(port, whole)).endswith(b"here")
+            assert (await until_closed(port, whole, whole[:9])).endswith(b"here")
+            server.should_exit = True
+            await serving
 
     asyncio.run(scene())
 

@@ -12,9 +12,11 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oomph.checking.by_hand import attend_by_hand
 from oomph.checking.wire import Job, Stepped
 from oomph.config import TrainConfig
 from oomph.devices.busy import waited_s, waits_s
+from oomph.step.gpt_eager_run import attends_by_hand
 from oomph.training.distributed import Ranks
 from oomph.training.feed import Batch, Feed
 from oomph.training.model import GPT
@@ -39,6 +41,8 @@ def make_program(job: Job) -> Program:
     config = replace(job.config, gradient_accumulation_steps=job.micro_steps)
     feed = Feed(Path(job.data), config, Ranks(), device) if job.data else cast(Feed, RandomFeed(config, device))
     model = GPT(config)
+    if attends_by_hand(config):
+        attend_by_hand(model)
     model.to(device=device, dtype=torch.float32 if config.autocast else DTYPES[config.dtype or "float32"])
     return OomphSteps(config, model, feed) if config.trainer == "oomph" else NanogptSteps(config, model, feed)
 

@@ -15,13 +15,14 @@ from oomph.checking.launch import PowerWatch, run_job
 from oomph.checking.result import Check, Figures
 from oomph.checking.wire import Done, Failed, Job, Stepped
 from oomph.config import LoadedConfig
+from oomph.config.refused import refused
 from oomph.data.manifest import find_dataset
 from oomph.devices import Device
 from oomph.devices.busy import BUSY
 from oomph.devices.rates import torch_version
 from oomph.devices.ratios import HIGHEST, LOWEST, Ratios
 from oomph.errors import InputError, Problem
-from oomph.planner import Config, Plan, plan
+from oomph.planner import Config, Plan, plan, with_optimizer
 from oomph.predict import cost
 
 STEPS = 5  # timed, after the first
@@ -44,6 +45,8 @@ def check(config: Config = None, *, steps: int = STEPS, force: bool = False, tel
     """
     loaded, device = _settle(configs.as_loaded(config), steps)
     planned = plan(loaded, device)
+    if problems := refused(planned.loaded, device.kind == "cpu"):
+        raise InputError(problems)
     if planned.memory.fits is False and not force:
         need, room = (f"{size:,.0f} MiB" for size in (planned.memory.total_mib, planned.memory.capacity_mib or 0.0))
         raise DoesNotFitError(f"the plan says that this run does not fit: {need}, where {room} are free")
@@ -205,12 +208,15 @@ class _Checking:
         time_ratio = measured.step_ms / predicted.step_ms if measured.step_ms and predicted.step_ms else None
         tensors = predicted.allocated_mib if self.on_cpu else predicted.reserved_mib
         beside_mib = measured.process_mib - tensors if measured.process_mib and tensors else None
+        if beside_mib is not None:  # what one program's optimizer imports is not the other's
+            device = self.plan.device
+            beside_mib -= with_optimizer(device, self.config).context_mib - device.context_mib
         if time_ratio is not None and not LOWEST <= time_ratio <= HIGHEST:
             return None
         how = "compiled" if self.config.compile else "eager"
         return Ratios(
             date=date.today().isoformat(),
-            of=f"{self.config.n_layer} layers × {self.config.n_embd}, {how}, {self.config.dtype}",
+            of=f"{self.plan.program}, {self.config.n_layer} layers × {self.config.n_embd}, {how}, {self.config.dtype}",
             torch=self.config.torch_version,
             time=time_ratio,
             context_mib=max(0.0, beside_mib) if beside_mib is not None else None,

@@ -41,7 +41,7 @@ class VerbParser(argparse.ArgumentParser):
             raise InputError(found)
         if problems is not None:
             problems.extend(found)
-        return self.parse_args(rest), overrides
+        return self.parse_intermixed_args(rest), overrides  # `a.toml --resume b.toml`: files before and after options
 
 
 def split_keys(argv: Sequence[str], own: set[str]) -> tuple[list[str], list[Override], list[Problem]]:

@@ -9,9 +9,10 @@ from oomph import config as configs
 from oomph.checking import Check, DoesNotFitError, check
 from oomph.checking.run import STEPS
 from oomph.cli.arguments import VerbParser
-from oomph.cli.output import emit, emit_json
+from oomph.cli.output import emit, emit_json, gather
 from oomph.cli.plan import add_source, keys_help
 from oomph.devices import ratios
+from oomph.errors import InputError, Problem
 
 NO, FAILED = 1, 3
 
@@ -21,8 +22,11 @@ def run(argv: list[str]) -> int:
     parser = _parser()
     if "--help" in argv or "-h" in argv:
         parser.epilog = keys_help()
-    options, overrides = parser.parse(argv)
-    loaded = configs.load(options.sources, overrides)
+    problems: list[Problem] = []
+    options, overrides = parser.parse(argv, problems)
+    loaded = gather(problems, lambda: configs.load(options.sources, overrides))
+    if problems or loaded is None:
+        raise InputError(problems)
     if options.save:
         ratios.load()  # a file that cannot be added to is found out before the minute, not after it
     line = _Line()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from oomph import config as configs
@@ -24,18 +25,25 @@ def run(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         parser.epilog = keys_help()
     options, overrides = parser.parse(argv)
-    loaded = configs.load(options.sources, overrides)
+    problems = list(_problems(options))
+    try:
+        loaded = configs.load(options.sources, overrides)
+        device = None if options.gpu == EVERY_CARD else device_from(options, loaded)
+    except InputError as error:
+        raise InputError([*error.problems, *problems]) from None
+    if problems:
+        raise InputError(problems)
     if options.gpu == EVERY_CARD:
         return _every_card(options, loaded)
-    _check(options)
     _say_it_takes_long(loaded.config.n_layer)
     found = fit(
         loaded,
-        device_from(options, loaded),
+        device,
         reserve_mib=options.reserve_mib,
         tokens=options.tokens,
         hours=options.hours,
         largest=options.largest,
+        progress=_tell if loaded.config.n_layer >= DEEP else None,
     )
     chosen = _option(options, found)
     from oomph.report.fit_summary import is_yes, summarise_fit
@@ -58,9 +66,6 @@ def run(argv: list[str]) -> int:
 def _every_card(options: argparse.Namespace, loaded: configs.LoadedConfig) -> int:
     from oomph.fitting.cards import which_cards
 
-    if options.largest or options.write:
-        name = "--largest" if options.largest else "--write"
-        raise InputError(Problem(name, "needs one card", found="--gpu all", allowed="the name of a card"))
     found = which_cards(loaded, reserve_mib=options.reserve_mib, tokens=options.tokens, hours=options.hours)
     if options.json:
         emit_json(found.to_dict())
@@ -75,14 +80,27 @@ def _every_card(options: argparse.Namespace, loaded: configs.LoadedConfig) -> in
     return 0 if found.fitting else 1
 
 
-def _check(options: argparse.Namespace) -> None:
+def _problems(options: argparse.Namespace) -> Iterator[Problem]:
     """What can be told to be wrong before the search."""
-    if options.option is not None and not options.write:
-        raise InputError(Problem("--option", "says which option to write", allowed="--write FILE beside it"))
-    if options.write:
-        from oomph.fitting.write import check_target
+    if options.gpu == EVERY_CARD:
+        for name, given in (("--largest", options.largest), ("--write", options.write)):
+            if given:
+                yield Problem(name, "needs one card", found="--gpu all", allowed="the name of a card")
+    if not options.write:
+        for name, given in (("--option", options.option is not None), ("--overwrite", options.overwrite)):
+            if given:
+                yield Problem(name, "says how to write an option", allowed="--write FILE beside it")
+        return
+    from oomph.fitting.write import check_target
 
-        check_target(Path(options.write))
+    try:
+        check_target(Path(options.write), options.overwrite)
+    except InputError as error:
+        yield from error.problems
+
+
+def _tell(what: str) -> None:
+    print(f"looking at {what}", file=sys.stderr, flush=True)
 
 
 def _say_it_takes_long(n_layer: int) -> None:
@@ -128,6 +146,7 @@ def _parser() -> VerbParser:
     )
     parser.add_argument("--write", metavar="FILE", help="write the best option there, as a .py or .toml config")
     parser.add_argument("--option", type=int, metavar="N", help="with --write: that option instead of the best")
+    parser.add_argument("--overwrite", action="store_true", help="with --write: replace a file that is there")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="every option as JSON")
     output.add_argument("--markdown", action="store_true", help="the report as Markdown")

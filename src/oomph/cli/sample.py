@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oomph.cli.arguments import VerbParser
 from oomph.cli.output import emit, emit_json
 from oomph.cli.plan import not_negative, positive
-from oomph.cli.train import need_torch, whole
+from oomph.cli.train import FAILED, need_torch, whole
 from oomph.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    from oomph.training.model import GPT
+    from oomph.training.text import Codec
 
 DEFAULT_PROMPT = "\n"  # nanoGPT's
 _COLDEST = 1e-6  # a temperature below it takes the likeliest anyway, and overflows
@@ -20,7 +26,8 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     need_torch()
-    from oomph.training.sample import Sampling, generate, open_model
+    from oomph.training.failure import is_out_of_memory
+    from oomph.training.sample import open_model
     from oomph.training.text import codec_for, codec_of_run
 
     opened = open_model(Path(options.run), _device(options.device))
@@ -40,24 +47,42 @@ def run(argv: list[str]) -> int:
         what = f"the tokenizer {codec.name} makes tokens that the model has no word for"
         found = f"token {max(tokens)}, vocab_size = {vocab_size}"
         raise InputError(Problem("--prompt", what, found=found, allowed="--dataset NAME: the data it was trained on"))
+    try:
+        texts, lengths = _speak(opened.model, codec, prompt, tokens, options)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        print("ERROR: no memory is left for the keys and values: fewer --samples would fit", file=sys.stderr)
+        return FAILED
+    if options.json:
+        emit_json({"prompt": prompt, "tokenizer": codec.name, "samples": texts, "tokens": lengths})
+    if options.save:
+        _save(opened.run, options.seed, "".join(_shown(prompt, text) for text in texts))
+    return 0
+
+
+def _speak(
+    model: GPT, codec: Codec, prompt: str, tokens: list[int], options: argparse.Namespace
+) -> tuple[list[str], list[int]]:
+    """The texts and their lengths in tokens; printed as they come, unless they are wanted as JSON."""
+    from oomph.training.sample import Sampling, generate_groups
+
     sampling = Sampling(options.temperature, options.top_k or None, options.top_p, options.seed)
     stop = codec.end_of_text if options.stop else None
-    made = generate(opened.model, tokens, options.tokens, sampling, options.samples, stop)
-    texts = [codec.decode(sample) for sample in made]
-    shown = "".join(f"{prompt}{text}\n{'-' * 40}\n" for text in texts)
-    if options.json:
-        fields = {
-            "prompt": prompt,
-            "tokenizer": codec.name,
-            "samples": texts,
-            "tokens": [len(sample) for sample in made],
-        }
-        emit_json(fields)
-    else:
-        emit(shown)
-    if options.save:
-        _save(opened.run, options.seed, shown)
-    return 0
+    texts: list[str] = []
+    lengths: list[int] = []
+    for group in generate_groups(model, tokens, options.tokens, sampling, options.samples, stop):
+        new = [codec.decode(sample) for sample in group]
+        if not options.json:
+            emit("".join(_shown(prompt, text) for text in new))
+        if options.json or options.save:
+            texts += new
+            lengths += map(len, group)
+    return texts, lengths
+
+
+def _shown(prompt: str, text: str) -> str:
+    return f"{prompt}{text}\n{'-' * 40}\n"
 
 
 def _save(run: Path, seed: int, text: str) -> None:
@@ -110,6 +135,9 @@ def _check(options: argparse.Namespace) -> None:
         )
     if not -(2**63) <= options.seed < 2**64:
         problems.append(Problem("--seed", "too large", found=str(options.seed)[:40], allowed="at most 2⁶⁴ - 1"))
+    if options.prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in options.prompt):
+        what = "holds bytes that are no text"
+        problems.append(Problem("--prompt", what, found=ascii(options.prompt)[:40], allowed="UTF-8"))
     if options.prompt is not None and options.prompt_file is not None:
         problems.append(Problem("--prompt_file", "cannot go with --prompt", allowed="one of the two"))
     if problems:

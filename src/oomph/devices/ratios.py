@@ -24,7 +24,7 @@ class Ratios(msgspec.Struct, frozen=True, omit_defaults=True):
     of: str  # what ran
     torch: str
     time: float | None = None  # measured step over predicted step
-    context_mib: float | None = None  # what the process took beyond the memory predicted for its tensors
+    context_mib: float | None = None  # what the process took beyond its predicted tensors and its optimizer's imports
     watts: float | None = None  # the card's draw
 
 
@@ -83,7 +83,7 @@ def calibrated(device: Device) -> Device:
     changes: dict[str, object] = {"time_ratio": ratios.time or 1.0, "drawn_watts": ratios.watts}
     said = [f"time × {ratios.time:.2f}"] if ratios.time else []
     if ratios.context_mib is not None:
-        changes |= {"context_mib": round(ratios.context_mib), "optimizer_mib": 0}
+        changes["context_mib"] = round(ratios.context_mib)
         said.append(f"{ratios.context_mib:,.0f} MiB beside the tensors")
     if ratios.watts:
         said.append(f"{ratios.watts:,.0f} W")

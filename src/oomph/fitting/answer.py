@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from oomph import config as configs
 from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.schema import MANY_STEPS
 from oomph.devices import Device
+from oomph.errors import InputError, Problem
 from oomph.fitting import rows, verdict
 from oomph.fitting.nearest import nearest_rows
 from oomph.fitting.propose import grow, propose
@@ -31,20 +33,23 @@ def fit(
     tokens: float | None = None,
     hours: float | None = None,
     largest: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> Fit:
     """The settings with which `config` trains on `device`, ranked, each simulated in full.
 
     `config` and `device` are as `plan` takes them. `reserve_mib` is kept free for the desktop and other programs;
     `tokens` sets the length of the run; `hours` is the time it may take. `largest` asks for the largest model instead.
-    Where no model is given, but tokens or hours are, one is proposed. Raises `InputError` with all that is wrong.
+    Where no model is given, but tokens or hours are, one is proposed. `progress` is told what is being looked at.
+    Raises `InputError` with all that is wrong.
     """
     loaded = configs.as_loaded(config)
     searcher = Searcher(choose_device(device, loaded.config), reserve_mib)
+    check_tokens(loaded, tokens)
     with collecting_later():
         if (tokens or hours) and not names_a_model(loaded):
             return propose(loaded, searcher, tokens, hours)
         loaded = with_tokens(loaded, tokens)
-        return grow(loaded, searcher, hours) if largest else _Fitting(loaded, searcher, hours).answer()
+        return grow(loaded, searcher, hours) if largest else _Fitting(loaded, searcher, hours, progress).answer()
 
 
 def names_a_model(loaded: LoadedConfig) -> bool:
@@ -52,8 +57,16 @@ def names_a_model(loaded: LoadedConfig) -> bool:
     return bool(loaded.files) or any(loaded.said(key) for key in ("n_layer", "n_head", "n_embd"))
 
 
+def check_tokens(loaded: LoadedConfig, tokens: float | None) -> None:
+    """Refuse a run of more steps than a config may have."""
+    most = MANY_STEPS * tokens_per_step(loaded.config)
+    if tokens is not None and not 0 < tokens <= most:
+        raise InputError(Problem("tokens", "is out of range", found=f"{tokens:g}", allowed=f"up to {most:.3g}"))
+
+
 def with_tokens(loaded: LoadedConfig, tokens: float | None) -> LoadedConfig:
     """The run made as long as that many tokens take, its schedule with it."""
+    check_tokens(loaded, tokens)
     if tokens is None:
         return loaded
     steps = max(1, -(-int(tokens) // tokens_per_step(loaded.config)))
@@ -65,7 +78,14 @@ def with_tokens(loaded: LoadedConfig, tokens: float | None) -> LoadedConfig:
 class _Fitting:
     """One fit under way: the options found so far, each under the config it runs."""
 
-    def __init__(self, loaded: LoadedConfig, searcher: Searcher, hours: float | None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        searcher: Searcher,
+        hours: float | None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.tell = progress or (lambda _: None)
         self.loaded = loaded
         self.searcher = searcher
         self.hours = hours
@@ -76,6 +96,7 @@ class _Fitting:
         self.evaluated = 0
 
     def answer(self) -> Fit:
+        self.tell("the usual advice")
         for row in rows.same_rows(self.programs, self.asked):
             self.add(row)
         fastest = {key: self.search(program) for key, program in self.programs.items()}
@@ -85,8 +106,10 @@ class _Fitting:
         for row in rows.different_rows(self.programs[self.asked]):
             self.add(row)
         if not any(fastest.values()):
+            self.tell("smaller models")
             for row in nearest_rows(self.programs["oomph"], self.searcher):
                 self.add(row)
+        self.tell("what leaves more room")
         self._make_room()
         options = self._ranked()
         best = self._best(options)
@@ -122,6 +145,7 @@ class _Fitting:
         """The fastest of a program's settings; where nothing fits, the leanest, and False."""
         every = list(ladders(program))
         self.evaluated += sum(each.settings for each in every)
+        self.tell(f"{sum(each.settings for each in every):,} settings of {program.key}")
         fastest = self.searcher.fastest(program.loaded, every)
         if fastest is None and program.key == "patched" != self.asked:
             return False
@@ -135,6 +159,7 @@ class _Fitting:
 
     def search_nearly(self, row: Row) -> None:
         """What a change of the arithmetic allows at best: every batch, checkpoint and chunk searched with it."""
+        self.tell(row.name)
         program = variant(self.programs[row.program], row.changes, self.searcher.device)
         every = list(ladders(program))
         self.evaluated += sum(each.settings for each in every)

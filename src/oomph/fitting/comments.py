@@ -41,7 +41,8 @@ def _restate(match: re.Match[str], old: Mapping[str, int], new: Mapping[str, int
 
 
 def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: Mapping[str, int]) -> list[int]:
-    """The factors with the new values in their places: known by the words beside them, else by their size."""
+    """The factors with the new values in their places: known by the words beside them, else by their size. All as they
+    were where a named one was not true before: nobody knows what such a comment is about."""
     changed = list(values)
     free = set(range(len(values)))
     for key in FACTORS:
@@ -51,9 +52,14 @@ def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: M
         if place is None:
             continue
         free.discard(place)
+        part = key == "gradient_accumulation_steps" and old[key] % max(1, values[place]) == 0
+        if values[place] != old[key] and not part:
+            return values
         # A factor of an accumulation over several devices, "5 gradaccum * 8 GPUs", grows as the whole does.
         scaled, rest = divmod(values[place] * new[key], old[key])
-        changed[place] = scaled if rest == 0 else values[place]
+        if rest:
+            return values
+        changed[place] = scaled
     return changed
 
 

@@ -70,6 +70,8 @@ def _python_span(text: str, key: str) -> tuple[int, int] | None:
 
     found: ast.expr | None = None
     for node in ast.parse(text).body:
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id == key:
+            found = None  # "batch_size *= 2": what stands before it is not the value
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

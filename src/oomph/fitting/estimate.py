@@ -4,7 +4,7 @@ A step's time is a sum over blocks, so it is a straight line in the number of bl
 checkpointed. What is allocated at one moment is such a line too, and the peak is the largest of them: the line of any
 one moment, carried on to the full depth, is not above the peak. Compiled, blocks take turns in whose buffers they
 reuse, so that the line goes through every second depth, and is only nearly straight: `floor_bytes` is a bound to
-within `SLACK`.
+within `slack_of`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from oomph.step.ops import Phase, Section, Step
 
 SHALLOW = 2  # layers; models of one and two more give the slopes of the time
 FEWEST = 2  # blocks that are kept, and that are checkpointed, of models that give the slopes of the memory
-SLACK = 1.25  # a compiled step's peak is above its bound divided by this; seen at most: 1.04
-KEPT_SLACK = 1.05  # the same where no block is checkpointed; seen at most: 1.01
+SLACK = 1.01  # a compiled step's peak is above its bound divided by this
+ENDS_SLACK = 1.1  # where all blocks but one are checkpointed, or all; seen at most: 1.04
+KEPT_SLACK = 1.05  # where none is; seen at most: 1.01
 BRIEF = 2  # micro-steps that are written out
 NOMINAL_FLOPS_PER_S = 1e13  # ranks settings on a card whose rates nobody gave
 NOMINAL_LAUNCH_S = 1e-5
@@ -141,7 +142,7 @@ class Estimator:
         return _carried_on(config, [self.exact(each).step_s for each in _shallow(config)])
 
     def floor_bytes(self, config: TrainConfig) -> int:
-        """What is allocated at the peak, at least: eager, without fail; compiled, see `SLACK`."""
+        """What is allocated at the peak, at least: eager, without fail; compiled, see `slack_of`."""
         sketches, line = self._along(config)
         if len({sketch.peak[1:] for sketch in sketches}) == 1:
             return line([_peak_bytes(sketch) for sketch in sketches])
@@ -162,7 +163,7 @@ class Estimator:
         if len(sketches) == 1 or len({sketch.peak[1:] for sketch in sketches}) > 1:
             return 0
         peaks, weights = ([figure(each) for each in sketches] for figure in (_peak_bytes, _resident_bytes))
-        missing = line(peaks) / (KEPT_SLACK if config.compile else 1.0) - room_bytes
+        missing = line(peaks) / slack_of(config) - room_bytes
         held = (peaks[1] - peaks[0] - (weights[1] - weights[0])) / period_of(config)
         if missing <= 0:
             return 0
@@ -197,6 +198,15 @@ def _peak_bytes(sketch: Sketch) -> int:
 
 def _resident_bytes(sketch: Sketch) -> int:
     return sketch.resident_bytes
+
+
+def slack_of(config: TrainConfig) -> float:
+    """By what factor the bound may exceed the peak."""
+    if not config.compile:
+        return 1.0
+    if not config.checkpoint_layers:
+        return KEPT_SLACK
+    return SLACK if config.n_layer - config.checkpoint_layers >= FEWEST else ENDS_SLACK
 
 
 def period_of(config: TrainConfig) -> int:

@@ -17,7 +17,7 @@ from math import inf
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
-from oomph.fitting.estimate import SLACK, Estimator, replace
+from oomph.fitting.estimate import Estimator, replace, slack_of
 from oomph.fitting.space import Ladder
 from oomph.planner import Plan, plan
 from oomph.predict.footprint import ALLOCATED_SPREAD, CONTEXT_SPREAD_MIB
@@ -61,15 +61,15 @@ class Searcher:
         return self.plan(LoadedConfig(config, like.sources, like.notes, like.files))
 
     def may_fit(self, config: TrainConfig) -> bool:
-        """False only where the peak exceeds the card: told by the bound where that is sure, else by the whole step."""
-        floor_bytes = self.estimator.floor_bytes(config)
-        if floor_bytes <= self.room_bytes:
-            return True
-        return config.compile and floor_bytes <= SLACK * self.room_bytes and self.peak_fits(config)
+        """False only where the peak exceeds the card."""
+        return self.estimator.floor_bytes(config) <= slack_of(config) * self.room_bytes
 
     def peak_fits(self, config: TrainConfig) -> bool:
         """Whether what is allocated at the peak is no more than the card has; fragmentation may still add to it."""
-        return self.estimator.exact(config).peak[0] <= self.room_bytes
+        return self._peak_bytes(config) <= self.room_bytes
+
+    def _peak_bytes(self, config: TrainConfig) -> int:
+        return self.estimator.exact(config).peak[0]
 
     def fastest(self, like: LoadedConfig, ladders: Iterable[Ladder], safe: bool = False) -> Plan | None:
         """The fastest setting that fits without the allocator having to give its cache back; None where none does.
@@ -83,13 +83,13 @@ class Searcher:
         heapq.heapify(queue)
         while queue:
             _, rank, rung, looked, ladder = heapq.heappop(queue)
-            if looked is _Look.EXACT and (higher := self._first_fitting(ladder, rung, room_bytes)) == rung:
+            if looked is _Look.EXACT:
                 for each in ladder.both(rung):
                     found = self.simulate(like, each)
                     if found.memory.fits and not found.memory.retries and (is_safe(found) or not safe):
                         return found
                 higher = rung + 1
-            elif looked is _Look.ROUGH and (higher := self._first_possible(ladder, rung)) == rung:
+            elif looked is _Look.ROUGH and (higher := self._next_fitting(ladder, rung, room_bytes)) == rung:
                 heapq.heappush(queue, (self.estimator.exact(ladder.at(rung)).step_s, rank, rung, _Look.EXACT, ladder))
                 continue
             elif looked is _Look.SHALLOW:
@@ -109,12 +109,15 @@ class Searcher:
         fewest = self.estimator.fewest_checkpointed(ladder.at(rung), self.room_bytes)
         return min(bisect_left(ladder.counts, fewest), len(ladder.counts) - 1)
 
-    def _first_fitting(self, ladder: Ladder, rung: int, room_bytes: float) -> int:
-        """The first rung from this one on whose peak fits; one past the last where there is none."""
+    def _next_fitting(self, ladder: Ladder, rung: int, room_bytes: float) -> int:
+        """This rung, where its peak fits; else the next that comes into question, or one past the last."""
 
         def fits(place: int) -> bool:
-            return self.estimator.exact(ladder.at(place)).peak[0] <= room_bytes
+            return self._peak_bytes(ladder.at(place)) <= room_bytes
 
+        possible = self._first_possible(ladder, rung)
+        if possible > rung:
+            return possible  # it may never come up again, so that its peak need not be known yet
         return rung if fits(rung) else self._first(ladder, rung + 1, lambda n: self.may_fit(ladder.at(n)) and fits(n))
 
     def _first_possible(self, ladder: Ladder, rung: int = 0) -> int:
@@ -123,12 +126,16 @@ class Searcher:
 
     def _first(self, ladder: Ladder, rung: int, fits: Callable[[int], bool]) -> int:
         """The first rung from this one on that passes: within a strand the peak sinks, so that one that fails speaks
-        for those below it, and halving finds the first."""
+        for those below it."""
         first = len(ladder.counts)
         for strand in ladder.strands():
-            place = bisect_left(strand, True, lo=bisect_left(strand, rung), hi=bisect_left(strand, first), key=fits)
-            if place < len(strand):
-                first = min(first, strand[place])
+            low, high = bisect_left(strand, rung), bisect_left(strand, first)
+            reach = 1  # the answer is most often near: ever longer strides until one passes, then halving
+            while low + reach < high and not fits(strand[low + reach - 1]):
+                low, reach = low + reach, 2 * reach
+            place = bisect_left(strand, True, lo=low, hi=min(high, low + reach), key=fits)
+            if place < high:
+                first = strand[place]
         return first
 
     def _possible(self, ladders: Iterable[Ladder]) -> list[tuple[int, Ladder]]:
@@ -181,7 +188,8 @@ class Searcher:
                     )
                     quick += _ends(ladder, rung, end)
         near = heapq.nsmallest(NEAR_THE_LEANEST, dict.fromkeys(quick), key=self.estimator.lean_bytes)
-        lean = heapq.nsmallest(2, near, key=lambda each: self.estimator.exact(each).peak[0])
+        # Of equal peaks the one with expandable segments, which wastes less between them.
+        lean = heapq.nsmallest(2, near, key=lambda each: (self._peak_bytes(each), not each.expandable_segments))
         plans = [self.simulate(like, each) for each in lean]
         return min(plans, key=lambda each: each.memory.total_mib, default=None)
 

@@ -25,7 +25,7 @@ FORMATS = (".py", ".toml")
 def write_config(path: Path, fit: Fit, option: Option) -> None:
     """Write the option there: the user's file with the changed lines changed, where it is of the same format; a new
     file with every setting that is not a default otherwise. All or nothing."""
-    check_target(path)
+    check_target(path, overwrite=True)
     toml = path.suffix == ".toml"
     own = _own_file(fit.loaded, path.suffix)
     text, habits = (_fresh(fit, option, toml), PLAIN) if own is None else _own_text(own)
@@ -43,12 +43,22 @@ def write_config(path: Path, fit: Fit, option: Option) -> None:
     else:
         what = f"{', '.join(left)} cannot be set in a copy of {own}"
         raise InputError(Problem(str(path), what, allowed="a file that sets each key once, at the top level"))
-    write_whole(path, habits.encode(restate(text, toml, before, wanted)))
+    _replace(path.resolve(), habits.encode(restate(text, toml, before, wanted)))
 
 
-def check_target(path: Path) -> None:
+def _replace(path: Path, content: bytes) -> None:
+    """Write the file; one that stood there keeps its permissions."""
+    mode = path.stat().st_mode & 0o777 if path.exists() else None
+    write_whole(path, content)
+    if mode is not None:
+        path.chmod(mode)
+
+
+def check_target(path: Path, overwrite: bool = False) -> None:
     """Raise where no config can be written there, which is better told before a search than after it."""
     problems = []
+    if not overwrite and not path.is_dir() and (path.exists() or path.is_symlink()):
+        problems.append(Problem(str(path), "is there already", allowed="another name, or --overwrite"))
     if path.suffix not in FORMATS:
         found = path.suffix or "no suffix"
         problems.append(Problem(str(path), "a config of unknown format", found, "a .py or .toml file"))

@@ -192,8 +192,9 @@ def attention_seconds(op: Op, device: Device, program: Program, assume: Assumpti
     lanes = RATES.get(device.rate_class or "")
     if lanes is None or not device.sm_count or not device.boost_mhz or device.kind == "cpu":
         return op.flops / (flops_per_s(device, op.dtype, assume, program.allow_tf32) * FALLBACK_ATTENTION_SHARE)
-    batch, heads, tokens, _ = op.shape
-    scores = batch * heads * tokens * (tokens + 1) / 2
+    batch, heads, tokens, size = op.shape
+    products = 10 if op.phase is Phase.BACKWARD else 4  # FLOPs of a score, by the size of a head
+    scores = max(batch * heads * tokens * (tokens + 1) / 2, op.flops / (products * size))  # more without a causal mask
     share = min(1.0, AMPERE_PRODUCTS_PER_CLOCK / lanes.half) if lanes.half else 1.0
     product_s = op.flops / (flops_per_s(device, op.dtype, assume, program.allow_tf32) * share)
     clocks = 1 / EXPONENTIALS_PER_CLOCK + assume.softmax_ops / lanes.fp32

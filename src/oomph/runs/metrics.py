@@ -49,7 +49,7 @@ def line(builder: Builder, text: str) -> None:
     start = text.find("{")
     try:
         found = _decode(text[start:] if start else text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         builder.cannot_read("a line of metrics.jsonl", text)
         return
     if not 0 <= found.step < 1e15:

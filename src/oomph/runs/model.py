@@ -177,8 +177,9 @@ class Run(msgspec.Struct, kw_only=True):
 
     @property
     def steps_done(self) -> int:
-        """How many steps were made: they are counted from 0."""
-        return (self.last_step or 0) + (1 if self.steps.count else 0)
+        """How many steps were made. They are counted from 0, and an evaluation comes before the step of its number."""
+        logged = self.steps.totals["step"].high + 1 if self.steps.count else 0
+        return int(max(logged, self.evals.totals["step"].high if self.evals.count else 0))
 
     def to_dict(self) -> dict[str, Any]:
         """The run as plain values for JSON."""

@@ -184,7 +184,8 @@ class _Maker:
 
     def _vocabulary_numel(self) -> int:
         """From how many elements on a buffer counts as logits: those of the widest row a model computes."""
-        rows = max((t.numel() for t in self.inputs), default=0)
+        tokens = [t for t in self.inputs if t.dim() > 1 and not t.is_floating_point()]
+        rows = max((t.numel() for t in tokens), default=0)
         widest = max((p.shape[0] for p in self.model.parameters() if p.dim() == 2), default=0)
         return rows * widest
 

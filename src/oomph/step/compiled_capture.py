@@ -97,6 +97,7 @@ def capture(
             inference_compiler=compiler("inference"),
             partition_fn=partition_fn,
             decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,  # as compile_fx asks: a buffer is updated in place, not returned
         )
 
 
@@ -125,6 +126,8 @@ def _named_modules(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        while open_marks:  # of modules that left with more than an exception
+            leave()
 
 
 def _fused(

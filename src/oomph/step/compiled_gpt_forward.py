@@ -146,8 +146,10 @@ class Forward:
         output = p.new(f"{name}.output", count, s.weight if hidden else s.compute, Kind.ACTIVATIONS)
         if self.keeps:
             deviation = (p.new(f"{name}.deviation", s.rows, 4, Kind.ACTIVATIONS),)
-        pieces = len(stream.pieces)
-        moved += count * (s.compute * (1 + pieces) + 4 * (1 + self.keeps + writes))
+        if kept:  # in one precision throughout, products add to the stream: it is read twice, the output written
+            moved += count * s.compute * (3 + writes)
+        else:
+            moved += count * (s.compute * (1 + len(stream.pieces)) + 4 * (1 + self.keeps + writes))
         p.run(name, Kernel.REDUCTION, moved)
         if writes:
             stream.settled()

@@ -18,6 +18,7 @@ from torch._inductor.codegen.common import WorkspaceArg
 from torch.utils import _pytree as pytree
 
 from oomph.step import gpt_eager_kernels as kernels
+from oomph.step import trace_flops
 from oomph.step.compiled_inductor import Planned, storage_bytes, view_numel
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 
@@ -178,6 +179,9 @@ class Reader:
         moved = sum(view_numel(i) * i.get_dtype().itemsize for i in node.inputs if hasattr(i, "get_size"))
         name = self._name(node)
         label = str(getattr(node, "op_overload", None) or getattr(node, "python_kernel_name", ""))
+        if "convolution" in label:
+            self._convolution(node, name, sizes, moved)
+            return
         if "attention" in label:
             self._attention(node, name, label, sizes, moved)
             return
@@ -193,15 +197,27 @@ class Reader:
         else:
             self._add(name, Kernel.POINTWISE, bytes_moved=moved, dtype=dtype)
 
+    def _convolution(self, node: Any, name: str, sizes: list[tuple[int, ...]], moved: int) -> None:
+        traced = _traced(node, "convolution")
+        backward = "backward" in str(traced.target)
+        out, inputs, weight = sizes[:3] if backward else (tuple(map(int, node.get_size())), *sizes[:2])
+        wanted = sum(_argument(traced, "output_mask")[:2]) if backward else 1
+        moves_over = inputs if _argument(traced, "transposed") else out
+        shape = trace_flops.convolution(weight, moves_over, _argument(traced, "groups"), wanted)
+        dtype = str(node.inputs[0].get_dtype()).removeprefix("torch.")
+        self._add(name, Kernel.GEMM, shape=shape, flops=trace_flops.flops_of(shape), bytes_moved=2 * moved, dtype=dtype)
+
     def _attention(self, node: Any, name: str, label: str, sizes: list[tuple[int, ...]], moved: int) -> None:
         backward = "backward" in label
-        batch, heads, tokens, size = sizes[1]
+        (batch, heads, tokens, size), key = sizes[1:3] if backward else sizes[:2]
         shape = (batch, heads, tokens, size)
         block = self._block(node)
         dtype = str(node.inputs[0].get_dtype()).removeprefix("torch.")
         needed = _attention_bytes(label, backward, shape, dtype != "float32")
         temporaries = tuple(Buffer(f"{name}.temporary", each, Kind.ATTENTION, block) for each in needed)
-        flops = (5 if backward else 2) * batch * heads * tokens * tokens * size  # causal: half of 2·T·T·size a product
+        traced = _traced(node, "attention")
+        scores = tokens * tokens if _argument(traced, "is_causal") else 2 * tokens * key[2]  # twice: causal is half
+        flops = (5 if backward else 2) * batch * heads * scores * size
         self._add(name, Kernel.ATTENTION, temporaries, shape=shape, flops=flops, bytes_moved=2 * moved, dtype=dtype)
 
     def _several(self, node: Any) -> None:
@@ -278,6 +294,19 @@ class Reader:
         if "attention" in targets:
             return Kind.ATTENTION
         return Kind.ACTIVATIONS if self.phase is not Phase.BACKWARD else Kind.TEMPORARY
+
+
+def _traced(node: Any, name: str) -> Any:
+    """The traced call that a kernel with this in its name runs."""
+    return next(origin for origin in node.get_origins() if name in str(origin.target))
+
+
+def _argument(traced: Any, name: str) -> Any:
+    """An argument of a traced call, or its default."""
+    arguments = traced.target._schema.arguments
+    position = next(index for index, argument in enumerate(arguments) if argument.name == name)
+    given = traced.args[position] if position < len(traced.args) else arguments[position].default_value
+    return traced.kwargs.get(name, given)
 
 
 def _attention_bytes(label: str, backward: bool, shape: tuple[int, int, int, int], half: bool) -> tuple[int, ...]:

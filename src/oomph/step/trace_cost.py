@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from oomph.step import trace_flops
 from oomph.step.ops import Kernel, Phase
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -31,10 +33,14 @@ def cost(func: Any, args: Any, result: Any, phase: Phase) -> Cost:
         m, k = first.shape[-2:]
         n = second.shape[-1]
         return Kernel.GEMM, (batch, m, n, k), dtype, 2 * batch * m * n * k, moved
+    if (product := _product(func, args, outputs)) is not None:
+        return Kernel.GEMM, product, dtype, trace_flops.flops_of(product), moved
     if "scaled_dot_product" in name:
         backward = name.endswith("backward")
-        batch, heads, tokens, size = args[1 if backward else 0].shape
-        flops = 2 * batch * heads * tokens * (tokens + 1) * size
+        query, key = args[1:3] if backward else args[:2]
+        batch, heads, tokens, size = query.shape
+        causal = bool(_argument(func, args, "is_causal"))
+        flops = 4 * batch * heads * trace_flops.attention_scores(tokens, key.shape[2], causal) * size
         return Kernel.ATTENTION, (batch, heads, tokens, size), dtype, flops * 5 // 2 if backward else flops, moved
     if phase is Phase.OPTIMIZER:
         return Kernel.OPTIMIZER, (), dtype, 0, moved
@@ -43,3 +49,25 @@ def cost(func: Any, args: Any, result: Any, phase: Phase) -> Cost:
         return Kernel.INDEX, (), dtype, 0, 2 * written
     kernel = Kernel.REDUCTION if any(part in name for part in _REDUCTIONS) else Kernel.POINTWISE
     return kernel, (), dtype, 0, moved
+
+
+def _product(func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> trace_flops.Shape | None:
+    """The matrix product that a convolution or a recurrent layer amounts to; None for other operators."""
+    name = func._opname
+    if name in ("convolution", "convolution_backward"):
+        backward = name.endswith("backward")
+        inputs, weight = args[1:3] if backward else args[:2]
+        transposed, groups = _argument(func, args, "transposed"), _argument(func, args, "groups")
+        wanted = sum(_argument(func, args, "output_mask")[:2]) if backward else 1
+        moves_over = inputs.shape if transposed else args[0].shape if backward else outputs[0].shape
+        return trace_flops.convolution(weight.shape, moves_over, groups, wanted) if wanted else None
+    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
+        steps, rows, size = args[0].shape
+        return trace_flops.recurrent(steps, rows, size, args[2].shape, 2 if name.endswith("backward") else 1)
+    return None
+
+
+def _argument(func: Any, args: Any, name: str) -> Any:
+    """An operator's argument by name, or its default: those at the end that have it are left out."""
+    position = [argument.name for argument in func._schema.arguments].index(name)
+    return args[position] if position < len(args) else func._schema.arguments[position].default_value

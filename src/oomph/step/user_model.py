@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -23,6 +24,9 @@ from oomph.errors import InputError, Problem, nearest
 from oomph.step.gpt import workspaces
 from oomph.step.ops import Buffer, Kind, Step
 from oomph.step.params import Parameter
+from oomph.step.trace_flops import uncounted
+
+FAILURES = (Exception, SystemExit)  # a model that leaves must not take the plan, and its exit code, along
 
 
 class Traced(msgspec.Struct, frozen=True):
@@ -30,7 +34,9 @@ class Traced(msgspec.Struct, frozen=True):
 
     parameters: tuple[Parameter, ...]
     steps: tuple[Step, Step]  # the first optimizer step, and a later one
+    trained: tuple[Parameter, ...]  # of the parameters, those that get a gradient
     own_inputs: tuple[tuple[int, ...], ...] = ()  # shapes, where the function brought its inputs
+    uncounted: tuple[str, ...] = ()  # operators whose arithmetic is in no figure
 
 
 def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: tuple[int, int] | None = None) -> Traced:
@@ -42,10 +48,13 @@ def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: t
     with redirect_stdout(sys.stderr):  # what the model prints is not part of our answer
         build, inputs, own = _builder(spec, config)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = build()
-            parameters = tuple(Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in model.named_parameters())
+            found = list(build().named_parameters())
+        parameters = {n: Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in found}
+        trained = tuple(parameters[n] for n, p in found if p.requires_grad)
         steps = _steps(spec, build, inputs, config, cuda, capability)
-    return Traced(parameters, steps, tuple(tuple(t.shape) for t in inputs) if own else ())
+    shapes = tuple(tuple(t.shape) for t in inputs) if own else ()
+    unknown = uncounted(op for section in steps[1].sections for op in section.ops)
+    return Traced(tuple(parameters.values()), steps, trained, shapes, tuple(unknown))
 
 
 def _steps(
@@ -79,7 +88,7 @@ def _steps(
         first, later = (trace(build, inputs, first=first, **options) for first in (True, False))
     except InputError:
         raise
-    except Exception as error:
+    except FAILURES as error:
         how = "as torch.compile would" if config.compile else "eagerly"
         problem = Problem(spec, f"the model cannot be traced {how}: {type(error).__name__}: {error}")
         raise InputError(problem) from error
@@ -101,9 +110,33 @@ def _builder(spec: str, config: TrainConfig) -> tuple[Callable[[], nn.Module], t
     if isinstance(made, nn.Module):
         return build, (ids, ids), False
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return lambda: build()[0], tuple(torch.zeros(t.shape, dtype=t.dtype) for t in made[1]), True
+        return _with_inputs(spec, build, made[1])
     allowed = "an nn.Module, or a tuple of an nn.Module and its inputs"
     raise InputError(Problem(spec, "returns no model", found=type(made).__name__, allowed=allowed))
+
+
+def _with_inputs(
+    spec: str, build: Callable[[], Any], given: Any
+) -> tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], bool]:
+    """A model and its inputs: one tensor, several in order, or several by name."""
+    names = tuple(given) if isinstance(given, Mapping) else ()
+    found = [given] if isinstance(given, torch.Tensor) else list(given.values()) if names else given
+    if not isinstance(found, list | tuple) or not all(isinstance(each, torch.Tensor) for each in found):
+        allowed = "a tensor, a tuple of tensors, or a dict of them"
+        raise InputError(Problem(spec, "its inputs are no tensors", found=type(given).__name__, allowed=allowed))
+    inputs = tuple(torch.zeros(each.shape, dtype=each.dtype) for each in found)
+    return (lambda: _Named(build()[0], names) if names else build()[0]), inputs, True
+
+
+class _Named(nn.Module):
+    """A model whose inputs have names, called with them in order."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.model(**dict(zip(self.names, inputs, strict=True)))
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:
@@ -115,8 +148,9 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))  # so that the file's own imports work
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with mock.patch.object(sys, "argv", [str(path)]):  # ours are not the file's
+            spec.loader.exec_module(module)
+    except FAILURES as error:
         raise InputError(Problem(str(path), f"running it raised {type(error).__name__}: {error}")) from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
@@ -136,10 +170,11 @@ def _defined_in(module: Any, value: Any) -> bool:
 
 def _call(spec: str, build: Callable[[], Any]) -> Any:
     try:
-        return build()
+        with mock.patch.object(sys, "argv", [spec.rpartition(":")[0]]):
+            return build()
     except InputError:
         raise
-    except Exception as error:
+    except FAILURES as error:
         raise InputError(Problem(spec, f"calling it raised {type(error).__name__}: {error}")) from error
 
 

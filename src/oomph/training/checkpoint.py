@@ -216,7 +216,7 @@ def remove(paths: Iterable[Path]) -> None:
 def keep_last(run: Path, count: int) -> None:
     """Delete all but the newest, and what a killed process left unfinished."""
     remove(saved(run)[:-count])
-    for path in (run / FOLDER).glob(".step_*.part"):
+    for path in (*(run / FOLDER).glob(".step_*.part"), *run.glob(f".{BEST}.*")):
         _remove(path)
 
 
@@ -234,7 +234,10 @@ def mark_best(run: Path, path: Path) -> None:
             import shutil
 
             shutil.copyfile(path, temporary)
+            with temporary.open("rb") as copy:
+                os.fsync(copy.fileno())
         temporary.replace(run / BEST)
+        _sync_folder(run)
     except OSError as error:
         _remove(temporary)
         raise TrainingError(_why_not_written(run / BEST, error)) from None

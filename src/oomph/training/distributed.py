@@ -21,6 +21,7 @@ from oomph.errors import InputError, Problem
 from oomph.training.failure import LostRankError, OtherRankError
 
 TIMEOUT = timedelta(minutes=10)  # silence after which a rank is taken for dead
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 
 
@@ -98,12 +99,22 @@ def ranks_from_environment() -> Ranks:
     """What torchrun says; one process alone where nobody says anything."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks()
+    said = " ".join(f"{name}={os.environ[name]}" for name in _TORCHRUN if name in os.environ)
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return Ranks(rank, int(os.environ.get("LOCAL_RANK", rank)), size)
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        if size > 1:
+            int(os.environ.get("MASTER_PORT", ""))
     except ValueError:
-        found = f"RANK={os.environ['RANK']} WORLD_SIZE={os.environ['WORLD_SIZE']}"
-        raise InputError(Problem("environment", "not as torchrun sets it", found=found, allowed="numbers")) from None
+        allowed = "numbers, MASTER_PORT too where there are several processes: start them with torchrun"
+        raise InputError(Problem("environment", "not as torchrun sets it", said, allowed)) from None
+    if not 0 <= rank < size or local_rank < 0:
+        allowed = "0 ≤ RANK < WORLD_SIZE; for one process alone, neither of them"
+        raise InputError(Problem("environment", "no such rank", said, allowed))
+    if size > 1 and not os.environ.get("MASTER_ADDR"):
+        what = "several processes, and no address at which they meet"
+        raise InputError(Problem("environment", what, said, "MASTER_ADDR and MASTER_PORT: start them with torchrun"))
+    return Ranks(rank, local_rank, size)
 
 
 def _or_lost(ranks: Ranks, work: Callable[[], _T]) -> _T:

@@ -68,8 +68,15 @@ class Feed:
         self.reader.position = self.position
         return self.reader.state()
 
-    def load_state(self, state: State) -> None:
-        """Go on where that state was taken."""
+    def load_state(self, state: State, where: str) -> None:
+        """Go on where that state was taken. `where`: the checkpoint that holds it, for the words of a refusal."""
+        mine = self.reader.state()
+        if any(state[key] != mine[key] for key in ("tokens", "sha256")):
+            what = f"it was trained on other data than {self.reader.path}"
+            found = f"{mine['tokens']} tokens here, {state['tokens']} there"
+            if state["tokens"] == mine["tokens"]:
+                found = "as many tokens, of another content"
+            raise InputError(Problem(where, what, found, "the data it had, or --weights instead of --resume"))
         self.reader.load_state(state)
         self.position = self.reader.position
         self.forget()
@@ -87,6 +94,18 @@ def read(reader: Batches, first: int, rows: int, device: torch.device) -> Batch:
 def evaluation_reader(folder: Path, split: str, config: TrainConfig) -> Batches:
     """Windows that are the same at every evaluation, so that two of them differ by the weights alone."""
     return Batches(folder, split, batch_size=1, block_size=config.block_size, seed=config.seed + _EVAL_SEED)
+
+
+def check_data(folder: Path, config: TrainConfig) -> None:
+    """Both splits can be read, and their tokens are words of the model: seen before anything of a run is touched."""
+    problems: list[Problem] = []
+    for split in ("train", "val"):
+        try:
+            check_vocabulary(evaluation_reader(folder, split, config), config.vocab_size)
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError(problems)
 
 
 def check_vocabulary(reader: Batches, vocab_size: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import msgspec
 
 from oomph.config import to_toml
+from oomph.data.failure import printable
 from oomph.errors import InputError, Problem
 from oomph.files import write_whole
 from oomph.planner import Plan
@@ -55,6 +58,8 @@ def clear(folder: Path) -> None:
     try:
         for name in (checkpoint.BEST, FILE, RESULT, LOG):
             (folder / name).unlink(missing_ok=True)
+        for path in folder.glob(f".{checkpoint.BEST}.*"):
+            path.unlink(missing_ok=True)
         for name, patterns in _OURS.items():
             for path in [path for pattern in patterns for path in (folder / name).glob(pattern)]:
                 path.unlink(missing_ok=True)
@@ -64,9 +69,11 @@ def clear(folder: Path) -> None:
         raise InputError(Problem(str(folder), "the old run cannot be deleted", found=error.strerror)) from None
 
 
-def write_plan(folder: Path, plan: Plan) -> None:
-    """What was asked for, and what is expected of it."""
-    write_whole(folder / "config.toml", to_toml(plan.config).encode())
+def write_plan(folder: Path, plan: Plan, options: Mapping[str, str]) -> None:
+    """What was asked for, and what is expected of it. `options` are those that a run with the same numbers needs."""
+    said = "".join(f" --{name}={shlex.quote(value)}" for name, value in options.items())
+    head = f"# Again, from the start: oomph train config.toml --out_dir=ANOTHER{printable(said)}\n\n"
+    write_whole(folder / "config.toml", (head + to_toml(plan.config)).encode())
     write_json(folder / "plan.json", plan.to_dict())
 
 

@@ -49,6 +49,7 @@ class Loop:
         self.stop = StopAsked()
         self.shrunk = 0
         self.saved_at = -1
+        self.warned = ""  # the last warning
         self.saved_time = time.monotonic()
         self.durations_s: list[float] = []  # of steps since the last logged one
         self.warm_steps, self.warm_s, self.done_here = 0, 0.0, 0
@@ -123,12 +124,12 @@ class Loop:
             raise NotFiniteError(step, f"{found}; stopped, and no checkpoint of this was written")
         standing.evaluated_at, standing.val_loss = step, val_loss
         saving = step > 0 and not self.config.eval_only
-        better = saving and val_loss < standing.best_val_loss
+        better = saving and standing.is_better(step)
         self.log.line(
             f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{', the best' if better else ''}"
         )
         if saving and (better or self.config.always_save_checkpoint):
-            self._save(val_loss if better else None)
+            self._save()
 
     def _save_surely(self, reason: str) -> None:
         """The last checkpoint of this process: tried again, and never claimed where it is not there."""
@@ -139,24 +140,25 @@ class Loop:
                 time.sleep(pause_s)
         raise TrainingError(f"{reason}, but the checkpoint of step {self.trainer.step} is not: {self._last_good()}")
 
-    def _save(self, best: float | None = None) -> bool:
+    def _save(self) -> bool:
         """A checkpoint of this very moment, on every rank at once; whether it is there.
 
-        A full disk costs this one only: the last good one stands. `best` is the loss that makes it the best so far;
-        it counts only where best.pt was written.
+        A full disk costs this one only: the last good one stands. Where this moment was evaluated and is the best so
+        far, best.pt becomes it; it counts as the best only where that was written.
         """
         step, standing = self.trainer.step, self.standing
         self.saved_time = time.monotonic()
-        if self.saved_at == step and best is None:
+        better = standing.is_better(step)
+        if self.saved_at == step and not better:
             return True
         if not self.trainer.weights_are_finite():
             raise NotFiniteError(step, "a weight is not finite; stopped, and no checkpoint of this was written")
         if self.metrics is not None:
             standing.metrics_bytes = self.metrics.position()
         before = standing.best_val_loss
-        standing.best_val_loss = before if best is None else best
+        standing.best_val_loss = cast(float, standing.val_loss) if better else before
         content = pack(self.trainer, self.loaded, standing, self.habits, self.data)
-        written, marked = self._write_checkpoint(content, best is not None) if self.folder is not None else (True, True)
+        written, marked = self._write_checkpoint(content, better) if self.folder is not None else (True, True)
         failed, unmarked = self.trainer.ranks.any([not written, not marked], self.trainer.device)
         if unmarked:
             standing.best_val_loss = before
@@ -171,21 +173,27 @@ class Loop:
         try:
             checkpoint.save(content, path)
         except TrainingError as error:
-            self._event("not saved", reason=str(error))
-            self.log.line(f"WARNING: {error} {self._last_good()}")
+            self._warn(error, self._last_good())
             return False, False
         marked = True
         if best:
             try:
                 checkpoint.mark_best(folder, path)
             except TrainingError as error:
-                self._event("not saved", reason=str(error))
-                self.log.line(f"WARNING: {error} The best so far stays.")
+                self._warn(error, "The best so far stays.")
                 marked = False
         checkpoint.remove(old for old in self.abandoned if old != path)
         self.abandoned = []
         checkpoint.keep_last(folder, self.habits.keep)
         return True, marked
+
+    def _warn(self, error: TrainingError, what_stands: str) -> None:
+        """Say what was not saved: once, however often it is tried again."""
+        text = f"WARNING: {error} {what_stands}"
+        if text != self.warned:
+            self.warned = text
+            self._event("not saved", reason=str(error))
+            self.log.line(text)
 
     def _last_good(self) -> str:
         held = checkpoint.saved(self.folder) if self.folder is not None else []
@@ -201,7 +209,9 @@ class Loop:
             self.warm_s += seconds
         self.durations_s.append(seconds)
         if result.skipped:
-            self._event("scale lowered", reason="a gradient overflowed in float16; the step was skipped")
+            reason, scale = "a gradient overflowed in float16; the step was skipped", self.trainer.scaler.get_scale()
+            self._event("scale lowered", reason=reason, scale=scale)
+            self.log.line(f"step {result.step}: {reason}, and the loss's scale is {scale:g} now")
         if result.step % self.config.log_interval == 0:
             self._log_step(result)
 

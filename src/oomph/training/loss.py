@@ -24,6 +24,7 @@ from torch.nn import functional as F
 # In float16, divided by the rows at once, most of it would vanish (1e-9 a word, for 16,384 rows and 50,304 words);
 # and with no share at all the sum over a chunk could be too large, for a word that is everywhere.
 _SHARE = 1 / 8
+_SAFE_ROWS = 1024  # × 1/8 × 511 is below float16's 65,504
 _GROUP = 8  # words: 16 bytes of half precision
 
 
@@ -106,9 +107,23 @@ def _chunk(
     torch.mm(gradient, weight, out=grad_hidden[part])
     if gradient.dtype == grad_weight.dtype:
         grad_weight.addmm_(gradient.t(), hidden)
+    elif gradient.dtype == torch.float16:
+        share = _share_of_a_sum(gradient.size(0))
+        product = torch.addmm(hidden[:1], gradient.t(), hidden, beta=0, alpha=share)  # nothing of the first is read
+        grad_weight.add_(product[: grad_weight.size(0)], alpha=1 / share)
     else:  # a half product is summed into the float32 gradient
         grad_weight += (gradient.t() @ hidden)[: grad_weight.size(0)]
     return logarithms
+
+
+def _share_of_a_sum(rows: int) -> float:
+    """What float16's sum over a chunk's rows is multiplied with before it is rounded: a power of two.
+
+    So hidden states of up to 511 cannot overflow in it, were every row's target the same word: the loss's own scale
+    comes later, and could not help. (A layer norm over 1,600 numbers reaches 40 times its gain.) A smaller share
+    would round away the gradients of rare words.
+    """
+    return min(1.0, 2.0 ** (_SAFE_ROWS.bit_length() - 1 - (rows - 1).bit_length()))
 
 
 def _filled_up(weight: Tensor, dtype: torch.dtype) -> Tensor:

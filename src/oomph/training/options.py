@@ -9,6 +9,8 @@ from typing import Any
 
 from oomph.errors import InputError, Problem
 
+_PLAIN = ("random", "")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -36,19 +38,26 @@ class Habits:
     order: str = "random"  # of the data: "random" windows as nanoGPT draws them, or shuffled "epochs"
     tensorboard: bool = False
     export: bool = False  # at the end, the weights as Hugging Face has them
+    weights: str = ""  # where the first ones came from
+
+    def for_a_repetition(self) -> dict[str, str]:
+        """The options, by name, without which the config alone gives other numbers."""
+        return {
+            name: value for name, value in (("order", self.order), ("weights", self.weights)) if value not in _PLAIN
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         return asdict(self)
 
 
-def habits(options: Options, remembered: Mapping[str, Any]) -> Habits:
+def habits(options: Options, remembered: Mapping[str, Any], resuming: bool = False) -> Habits:
     """What is said now, over what the checkpoint remembers, over the defaults. Raises `InputError` for nonsense."""
     chosen: dict[str, Any] = {}
     for field in fields(Habits):
         said, before = getattr(options, field.name), remembered.get(field.name)
         if said is not None:
-            chosen[field.name] = said
+            chosen[field.name] = os.fspath(said) if field.name == "weights" else said
         elif type(before) is type(field.default):
             chosen[field.name] = before
     found = Habits(**chosen)
@@ -57,8 +66,15 @@ def habits(options: Options, remembered: Mapping[str, Any]) -> Habits:
         problems.append(Problem("--keep", "too few", found=str(found.keep), allowed="at least 1"))
     if not found.save_minutes > 0:
         problems.append(Problem("--save_minutes", "too few", found=str(found.save_minutes), allowed="more than 0"))
-    if options.resume and options.overwrite:
-        problems.append(Problem("--overwrite", "cannot go with --resume", allowed="one of the two"))
+    problems += [
+        Problem(f"--{name}", "cannot go with --resume", allowed="one of the two")
+        for name in ("overwrite", "weights")
+        if resuming and getattr(options, name)
+    ]
+    order = remembered.get("order")
+    if order is not None and order != found.order:
+        what = f"cannot change in a resumed run: its data was read with --order {order} so far"
+        problems.append(Problem("--order", what, found.order, f"{order}, or --weights instead of --resume"))
     if problems:
         raise InputError(problems)
     return found

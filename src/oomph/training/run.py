@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 
 from oomph import config as configs
-from oomph.config import TrainConfig
+from oomph.config import LoadedConfig, TrainConfig
 from oomph.errors import InputError
 from oomph.planner import Config, Plan, plan
 from oomph.training import checkpoint, weights
 from oomph.training.distributed import Ranks, ranks_from_environment
-from oomph.training.failure import DoesNotFitError, TrainingError, is_out_of_memory
-from oomph.training.feed import Feed
+from oomph.training.failure import DoesNotFitError, TrainingError, in_words, is_out_of_memory
+from oomph.training.feed import Feed, check_data
 from oomph.training.folder import RESULT, clear, open_folder, read_result, write_json, write_plan
 from oomph.training.lock import FolderLock
 from oomph.training.loop import Loop
@@ -24,13 +26,14 @@ from oomph.training.loss import head_loss
 from oomph.training.memory import MemoryMeter, return_freed_memory
 from oomph.training.metrics import Metrics, make_trackers
 from oomph.training.model import GPT
+from oomph.training.named import load_weights
 from oomph.training.optimizer import make_optimizer
 from oomph.training.options import Options
 from oomph.training.progress import Log
 from oomph.training.result import Result, lines
 from oomph.training.setup import Setup, prepare
-from oomph.training.start import Start, find_start
-from oomph.training.state import Standing, load_weights, unpack
+from oomph.training.start import Start, find_start, newest_of
+from oomph.training.state import Standing, unpack
 from oomph.training.text import keep_tokenizer
 from oomph.training.trainer import DTYPES, Trainer
 
@@ -44,17 +47,18 @@ def train(config: Config = None, options: Options | None = None, **named: Any) -
     """
     options = options or Options(**named)
     ranks = ranks_from_environment()
-    start = find_start(configs.as_loaded(config), options)
+    loaded = configs.as_loaded(config)
+    start = find_start(loaded, options)
     setup = prepare(start.loaded, ranks, options.measure and ranks.first)
-    torch.set_float32_matmul_precision("high" if _tf32(setup) else "highest")
     ranks.start(setup.backend, setup.device)
     try:
-        return _train(setup, start, ranks, options)
-    except Exception as error:
-        if isinstance(error, TrainingError) or not is_out_of_memory(error):
-            raise
-        reason = str(error).splitlines()[0][:200] if str(error) else "an allocation failed"
-        raise TrainingError(f"no memory is left: {reason}") from None
+        with ExitStack() as opened:
+            folder = ranks.together(lambda: _hold_folder(setup, start, ranks, options, opened))
+            newest = _newest_start(start, loaded, options, ranks)
+            if newest is not start:
+                start = newest
+                setup = ranks.together(lambda: prepare(newest.loaded, ranks, options.measure and ranks.first))
+            return _train(setup, start, folder, ranks, options)
     finally:
         ranks.stop()
 
@@ -63,28 +67,54 @@ def _tf32(setup: Setup) -> bool:
     return setup.device.type == "cuda" and setup.loaded.config.allow_tf32
 
 
-def _train(setup: Setup, start: Start, ranks: Ranks, options: Options) -> Result:
+def _hold_folder(setup: Setup, start: Start, ranks: Ranks, options: Options, opened: ExitStack) -> Path | None:
+    """The run's folder, locked until the end, once it is known that there is something to train on."""
+    config = setup.loaded.config
+    check_data(start.data(setup.loaded), config)
+    if not ranks.first:
+        return None
+    folder = open_folder(config.out_dir, start.folder, options.overwrite)
+    opened.callback(FolderLock(folder).release)
+    return folder
+
+
+def _newest_start(start: Start, loaded: LoadedConfig, options: Options, ranks: Ranks) -> Start:
+    """The same on every rank, and the newest: whoever held the folder until now may have saved once more."""
+    newest = ranks.gather(ranks.together(lambda: newest_of(start)))[0]
+    if all(loaded_from == newest for loaded_from in ranks.gather(start.checkpoint)):
+        return start
+    return ranks.together(lambda: find_start(loaded, replace(options, resume=newest)))
+
+
+def _train(setup: Setup, start: Start, folder: Path | None, ranks: Ranks, options: Options) -> Result:
+    torch.set_float32_matmul_precision("high" if _tf32(setup) else "highest")
     with ExitStack() as opened:
         log = Log(quiet=options.quiet or not ranks.first, later=ranks.first)
         opened.callback(log.close)
-        loop = ranks.together(lambda: _make_ready(setup, start, ranks, options, log, opened))
-        loop.standing.best_val_loss = ranks.gather(loop.standing.best_val_loss)[0]  # the first one sees the folder
         try:
-            return _finish(loop.run(), loop, log)
-        except TrainingError as error:
-            log.record(f"ERROR: {error}")
+            loop = ranks.together(lambda: _make_ready(setup, start, folder, ranks, options, log, opened))
+            loop.standing.best_val_loss = ranks.gather(loop.standing.best_val_loss)[0]  # the first one sees the folder
+            return _finish(loop.run(), loop, log, _looks_only(start, folder, loop.config))
+        except Exception as error:
+            said = in_words(error)
+            log.record(f"ERROR: {said or error}")
+            if said is not None:
+                raise said from None
             raise
 
 
-def _make_ready(setup: Setup, start: Start, ranks: Ranks, options: Options, log: Log, opened: ExitStack) -> Loop:
+def _looks_only(start: Start, folder: Path | None, config: TrainConfig) -> bool:
+    """Whether this only evaluates a run that the folder holds: then none of its files says anything new."""
+    return config.eval_only and start.goes_on_in(folder)
+
+
+def _make_ready(
+    setup: Setup, start: Start, folder: Path | None, ranks: Ranks, options: Options, log: Log, opened: ExitStack
+) -> Loop:
     """All that a run needs, with everything checked before anything of an older run is touched."""
     config = setup.loaded.config
     data = start.data(setup.loaded)
     planned = plan(setup.loaded, setup.hardware)
-    folder = None
-    if ranks.first:
-        folder = open_folder(config.out_dir, start.folder, options.overwrite)
-        opened.callback(FolderLock(folder).release)
     _announce(log, setup, planned, start)
     if planned.memory.fits is False and not options.force:
         raise DoesNotFitError("the plan says that this run does not fit; --force tries it all the same")
@@ -98,25 +128,34 @@ def _make_ready(setup: Setup, start: Start, ranks: Ranks, options: Options, log:
         meter.let_go(start.content)  # a second copy of weights and state, which the run would carry to its end
     metrics = None
     if folder is not None:
-        _mend(standing, trainer, start, folder)
         trackers = make_trackers(config, folder, start.habits.tensorboard)
         if options.overwrite:
             clear(folder)
         log.open(folder)
-        write_plan(folder, planned)
-        keep_tokenizer(data, folder)
+        _mend(standing, trainer, start, folder, log)
+        if not _looks_only(start, folder, config):
+            write_plan(folder, planned, start.habits.for_a_repetition())
+            keep_tokenizer(data, folder)
         metrics = Metrics(folder, trackers, standing.metrics_bytes, log.line)
         opened.callback(metrics.close)
     return Loop(trainer, setup.loaded, planned, data, folder, standing, log, metrics, meter, start.habits)
 
 
-def _mend(standing: Standing, trainer: Trainer, start: Start, folder: Path) -> None:
+def _mend(standing: Standing, trainer: Trainer, start: Start, folder: Path, log: Log) -> None:
     """What the checkpoint says of files beside it, held against those that are there."""
-    if start.folder is not None and start.folder.resolve() != folder.resolve():
+    best = checkpoint.best_of(folder) if start.checkpoint is not None else None
+    standing.best_val_loss = best[1] if best is not None and best[0] <= trainer.step else float("inf")
+    if not start.goes_on_in(folder):
         standing.metrics_bytes = 0  # another folder's run: this one's metrics begin anew
-    best = checkpoint.best_of(folder)
-    there = start.checkpoint is not None and best is not None and best[0] <= trainer.step
-    standing.best_val_loss = best[1] if there and best is not None else float("inf")
+    elif trainer.config.eval_only:
+        standing.metrics_bytes = sys.maxsize  # no step is done again: all lines hold
+    elif standing.is_better(trainer.step) and start.checkpoint is not None:
+        # The process that wrote it ended before it could say that this is the best.
+        try:
+            checkpoint.mark_best(folder, start.checkpoint)
+            standing.best_val_loss = cast(float, standing.val_loss)
+        except TrainingError as error:
+            log.line(f"WARNING: {error} The best so far stays.")
 
 
 def _announce(log: Log, setup: Setup, planned: Plan, start: Start) -> None:
@@ -173,15 +212,17 @@ def _first_weights(model: GPT, config: TrainConfig, options: Options) -> None:
     load_weights(model, weights.crop_positions(named, config.block_size), where)
 
 
-def _finish(result: Result, loop: Loop, log: Log) -> Result:
+def _finish(result: Result, loop: Loop, log: Log, looks_only: bool) -> Result:
     folder = loop.folder
     if folder is None:
         return result
     before = read_result(folder)
-    if loop.done_here == 0 and before is not None and before.finished and before.steps == result.steps:
+    unchanged = loop.done_here == 0 and before is not None and before.finished and before.steps == result.steps
+    if unchanged and before is not None and not looks_only:
         log.line(f"nothing was left to do; {folder / RESULT} stands")
-        if not loop.config.eval_only:
-            result = before
+        result = before
+    elif looks_only:
+        result = msgspec.structs.replace(result, finished=before is not None and before.finished)
     else:
         try:
             write_json(folder / RESULT, result.to_dict())
@@ -189,7 +230,7 @@ def _finish(result: Result, loop: Loop, log: Log) -> Result:
             log.line(f"WARNING: {error}")
     for line in lines(result, loop.trainer.device.type == "cpu"):
         log.line(line)
-    if loop.habits.export and result.finished:
+    if loop.habits.export and result.finished and not looks_only:
         try:
             weights.export_huggingface(loop.trainer.model.state_dict(), loop.trainer.config, folder / "huggingface")
         except (InputError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from oomph.errors import InputError, Problem
 from oomph.training import checkpoint
 from oomph.training.cache import KeyValues
 from oomph.training.model import GPT
-from oomph.training.state import load_weights, saved_config
+from oomph.training.named import load_weights
+from oomph.training.state import saved_config
+
+GROUP = 64  # samples generated at once
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,39 @@ def generate(
     use_cache: bool = True,
 ) -> list[list[int]]:
     """`samples` continuations of up to `count` tokens each, without the prompt; each ends before the token `stop`."""
+    return [
+        sample
+        for group in generate_groups(model, prompt, count, sampling, samples, stop, use_cache)
+        for sample in group
+    ]
+
+
+def generate_groups(
+    model: GPT,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling,
+    samples: int = 1,
+    stop: int | None = None,
+    use_cache: bool = True,
+) -> Iterator[list[list[int]]]:
+    """The same, some at a time: however many there are to be, memory holds one group."""
+    randomness = torch.Generator(model.lm_head.weight.device).manual_seed(sampling.seed)
+    for first in range(0, samples, GROUP):
+        yield _together(model, prompt, count, sampling, min(GROUP, samples - first), stop, use_cache, randomness)
+
+
+def _together(
+    model: GPT,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling,
+    samples: int,
+    stop: int | None,
+    use_cache: bool,
+    randomness: torch.Generator,
+) -> list[list[int]]:
     device = model.lm_head.weight.device
-    randomness = torch.Generator(device).manual_seed(sampling.seed)
     context = Context(model, torch.tensor([prompt] * samples, device=device), use_cache)
     made: list[list[int]] = [[] for _ in range(samples)]
     done = [False] * samples

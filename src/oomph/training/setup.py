@@ -29,12 +29,15 @@ def prepare(loaded: LoadedConfig, ranks: Ranks, measure: bool = True) -> Setup:
     """Settle everything nobody said for this machine. Raises `InputError` for what this machine cannot do."""
     kind, reason = _choose_device(loaded)
     loaded = configs.with_trainer(loaded, "oomph")
+    on_cpu = kind.startswith("cpu")
     decided = {
         "device": (kind, reason),
         "torch_version": (_torch_version(), "default: the torch that runs"),
         "world_size": (ranks.size, f"default: {ranks.size} process{'es' if ranks.size > 1 else ''} started"),
     }
-    on_cpu = kind.startswith("cpu")
+    if not loaded.said("backend"):
+        own = "nccl" if kind.startswith("cuda") else "gloo"
+        decided["backend"] = own, f"default: what carries a run on {kind}"
     values = {key: value for key, (value, _) in decided.items()}
     sources = loaded.sources | {key: why for key, (_, why) in decided.items()}
     merged = LoadedConfig(
@@ -49,8 +52,7 @@ def prepare(loaded: LoadedConfig, ranks: Ranks, measure: bool = True) -> Setup:
     hardware = calibrated(detect(kind, measure))
     settled = configs.settle(merged, hardware)
     device = torch.device(kind if ":" in kind or ranks.size == 1 or on_cpu else f"{kind}:{ranks.local_rank}")
-    own = "nccl" if device.type == "cuda" else "gloo"
-    return Setup(settled, device, hardware, loaded.config.backend if loaded.said("backend") else own, _reasons(settled))
+    return Setup(settled, device, hardware, settled.config.backend, _reasons(settled))
 
 
 def _choose_device(loaded: LoadedConfig) -> tuple[str, str]:

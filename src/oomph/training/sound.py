@@ -71,9 +71,35 @@ def _is_random(value: Any) -> bool:
 
 
 def _is_standing(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and (number is None or type(number) in (int, float)) for name, number in value.items()
-    )
+    return isinstance(value, dict) and all(_STANDING.get(name, _is_number)(number) for name, number in value.items())
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or type(value) in (int, float)  # None: no step, or no evaluation, has been done
+
+
+_STANDING: dict[str, Check] = {
+    "best_val_loss": lambda value: type(value) in (int, float),
+    "evaluated_at": lambda value: type(value) is int,
+    "metrics_bytes": _is_count,
+    "seconds": lambda value: type(value) in (int, float) and value >= 0,
+    "loss": _is_loss,
+    "val_loss": _is_loss,
+}
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, dict) and all(name in value and sound(value[name]) for name, sound in _DATA.items())
+
+
+_DATA: dict[str, Check] = {
+    "order": lambda value: isinstance(value, str),
+    "seed": lambda value: type(value) is int,
+    "position": _is_count,
+    "block_size": _is_size,
+    "tokens": _is_size,
+    "sha256": lambda value: isinstance(value, str),
+}
 
 
 _ENTRIES: dict[str, tuple[Check, str]] = {
@@ -89,7 +115,7 @@ _OURS: dict[str, tuple[Check, str]] = {
     "batch_size": (_is_size, "a whole number of at least 1"),
     "micro_steps": (_is_size, "a whole number of at least 1"),
     "scaler": (_is_table, "a table"),
-    "data": (_is_table, "a table"),
+    "data": (_is_data, "a reader's position, and of which data"),
     "random": (_is_random, "random states"),
     "standing": (_is_standing, "numbers by name"),
     "options": (_is_table, "a table"),
@@ -102,7 +128,7 @@ def _wrong(entries: Mapping[str, Any], checks: Mapping[str, tuple[Check, str]], 
     return [
         Problem(where, f"its entry {part}{name} is not sound", found=_shown(entries[name]), allowed=allowed)
         for name, (sound, allowed) in checks.items()
-        if name in entries and entries[name] is not None and not sound(entries[name])
+        if name in entries and not sound(entries[name]) and (entries[name] is not None or name in _NEEDED)
     ]
 
 

@@ -25,11 +25,16 @@ class Start:
     checkpoint: Path | None = None
     content: dict[str, Any] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
+    newest: bool = False  # the checkpoint is the newest of its run, and was not named itself
 
     @property
     def folder(self) -> Path | None:
         """The resumed run's own."""
         return None if self.checkpoint is None else checkpoint.run_of(self.checkpoint)
+
+    def goes_on_in(self, folder: Path | None) -> bool:
+        """Whether that is the folder of the resumed run."""
+        return self.folder is not None and folder is not None and self.folder.resolve() == folder.resolve()
 
     def data(self, loaded: LoadedConfig) -> Path:
         """The data's folder: where the config says, or where a resumed run had it."""
@@ -48,19 +53,26 @@ def find_start(loaded: LoadedConfig, options: Options) -> Start:
     resume = options.resume or loaded.config.init_from == "resume"
     if not resume:
         return Start(loaded, habits(options, {}))
-    habits(options, {})  # nonsense is refused before a large file is read
-    path = find_run(Path(loaded.config.out_dir if resume is True else resume))
+    habits(options, {}, resuming=True)  # nonsense is refused before a large file is read
+    asked = Path(loaded.config.out_dir if resume is True else resume)
+    path = find_run(asked)
     content = checkpoint.load(path)
     merged, changes = resumed_config(path, content, loaded)
     ours = content.get("oomph", {})
     remembered = {"order": ours.get("data", {}).get("order"), **ours.get("options", {})}
-    return Start(merged, habits(options, remembered), path, content, tuple(changes))
+    chosen = habits(options, remembered, resuming=True)
+    return Start(merged, chosen, path, content, tuple(changes), newest=not asked.is_file())
+
+
+def newest_of(start: Start) -> Path | None:
+    """The checkpoint to begin from, as the run's folder has it by now."""
+    return find_run(start.folder) if start.newest and start.folder is not None else start.checkpoint
 
 
 def resumed_config(path: Path, content: dict[str, Any], now: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
     """The config that a run goes on with: the checkpoint's, and over it what the user says now; what changed, in words.
 
-    Refuses a changed shape or optimizer: the weights and the state have the old one.
+    Refuses a changed shape, optimizer or seed: the weights, the state and the order of the data have the old one.
     """
     before = saved_config(content, str(path))
     decided = set(content.get("oomph", {}).get("decided", ()))
@@ -102,9 +114,12 @@ def _cannot_change(key: str, old: object, new: object, where: str, content: dict
         what = f"{key} cannot change: the checkpoint's weights have {key} = {old}"
     elif key == "optimizer" and content.get("optimizer"):
         what = f"{key} cannot change: the checkpoint holds the state of {key} = {old}"
+    elif key == "seed" and content.get("oomph"):
+        what = f"{key} cannot change: the data was read in the order of {key} = {old} so far"
     else:
         return []
-    return [Problem(where, what, found=str(new), allowed=str(old))]
+    allowed = str(old) if key in SHAPE else f"{old}, or --weights instead of --resume"
+    return [Problem(where, what, found=str(new), allowed=allowed)]
 
 
 def _in_a_run(path: Path) -> bool:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
-import torch
 
 from oomph import config as configs
 from oomph.config import KEYS, LoadedConfig
 from oomph.errors import InputError, Problem
+from oomph.training.named import load_weights
 from oomph.training.optimizer import load_optimizer, saved_state
 from oomph.training.options import Habits
 from oomph.training.sound import VERSION
 from oomph.training.trainer import Trainer, random_state, restore_random_state
 
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "tie_weights")  # the weights fix them
-_PREFIX = "_orig_mod."  # torch.compile's, which nanoGPT's checkpoints may carry
 _UNSOUND = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)  # what wrong content leads to
 
 
@@ -32,6 +31,11 @@ class Standing:
     seconds: float = 0.0  # of training, over all processes that worked on it
     loss: float | None = None  # of the last step
     val_loss: float | None = None  # of the last evaluation
+
+    def is_better(self, step: int) -> bool:
+        """Whether this step's weights were evaluated, and are better than those in best.pt."""
+        evaluated = step > 0 and self.evaluated_at == step and self.val_loss is not None
+        return evaluated and cast(float, self.val_loss) < self.best_val_loss
 
 
 def pack(trainer: Trainer, loaded: LoadedConfig, standing: Standing, habits: Habits, data: Path) -> dict[str, Any]:
@@ -71,9 +75,10 @@ def unpack(content: dict[str, Any], trainer: Trainer, where: str) -> Standing:
         trainer.feed.position = trainer.step * trainer.feed.windows
         best = content.get("best_val_loss")
         return Standing(best_val_loss=float("inf") if best is None else float(best))
-    trainer.feed.load_state(ours["data"])
+    trainer.feed.load_state(ours["data"], where)
     try:
-        trainer.scaler.load_state_dict(ours["scaler"] if trainer.scaler.is_enabled() else {})
+        if trainer.scaler.is_enabled() and ours["scaler"]:  # a run that was not float16 before begins with a new one
+            trainer.scaler.load_state_dict(ours["scaler"])
         if trainer.ranks.rank < len(ours["random"]):
             restore_random_state(ours["random"][trainer.ranks.rank], trainer.device)
     except _UNSOUND as error:
@@ -91,29 +96,6 @@ def _restore_batch(trainer: Trainer, before: dict[str, Any], ours: dict[str, Any
     same_tokens = ours["batch_size"] * ours["micro_steps"] == trainer.feed.windows
     if unchanged and same_tokens and ours["micro_steps"] % size == 0:
         trainer.batch_size, trainer.micro_steps = ours["batch_size"], ours["micro_steps"] // size
-
-
-def load_weights(model: torch.nn.Module, weights: dict[str, Any], where: str) -> None:
-    """Weights by name; every difference in names and shapes is said."""
-    named = plain_names(weights)
-    wanted = model.state_dict()
-    problems = [Problem(where, f"no weights for {name}") for name in wanted if name not in named]
-    problems += [
-        Problem(where, f"weights of another shape for {name}", str(tuple(value.shape)), str(tuple(wanted[name].shape)))
-        for name, value in named.items()
-        if name in wanted and value.shape != wanted[name].shape
-    ]
-    if problems:
-        raise InputError(problems[:10])
-    try:
-        model.load_state_dict({name: named[name] for name in wanted})
-    except RuntimeError as error:
-        raise InputError(Problem(where, "its weights cannot be taken", found=str(error)[:200])) from None
-
-
-def plain_names(weights: dict[str, Any]) -> dict[str, Any]:
-    """The same weights without the prefix of a compiled model."""
-    return {name.removeprefix(_PREFIX): value for name, value in weights.items()}
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any], where: str) -> None:

@@ -23,6 +23,7 @@ from oomph.training.model import GPT
 from oomph.training.optimizer import AnyOptimizer, clip_and_step, set_rate
 from oomph.training.schedule import learning_rate
 
+MOST_SKIPPED = 20  # float16 steps in a row: the scale has then fallen to a millionth, and overflow is not the reason
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -75,6 +76,7 @@ class Trainer:
         self.config, self.model, self.optimizer, self.feed, self.ranks = config, model, optimizer, feed, ranks
         self.device = feed.device
         self.step = 0
+        self.skipped = 0  # steps in a row that float16's scaler left out
         self.batch_size = config.batch_size
         self.micro_steps = config.gradient_accumulation_steps // ranks.size
         half = config.autocast and config.dtype != "float32"
@@ -124,6 +126,7 @@ class Trainer:
                 raise NotFiniteError(self.step, f"{what}; stopped before the optimizer's step")
             limit = self.config.grad_clip
             clip_and_step(self.optimizer, gradients, norm, 0 < limit < norm_value, limit)
+        self._count_skipped(overflowed, norm_value)
         if self.scaler.is_enabled():
             self.scaler.update()  # lower after an overflow, higher after many steps without one
         del gradients
@@ -132,6 +135,13 @@ class Trainer:
         self.feed.advance()
         self.step += 1
         return result
+
+    def _count_skipped(self, overflowed: bool, norm: float) -> None:
+        """A scale that is too large is found within a few steps; gradients that no scale helps stop the run."""
+        self.skipped = self.skipped + 1 if overflowed else 0
+        if self.skipped >= MOST_SKIPPED:
+            what = f"the gradients' norm was not finite in {MOST_SKIPPED} steps in a row (now {norm})"
+            raise NotFiniteError(self.step, f"{what}, however small the loss's scale; none of these steps was taken")
 
     def _accumulate(self) -> Tensor:
         """Gradients of this rank's share of the step, summed into `.grad`; its share of the mean loss."""

@@ -19,7 +19,7 @@ from oomph.config import TrainConfig
 from oomph.errors import InputError, Problem
 from oomph.files import write_whole
 from oomph.training import checkpoint
-from oomph.training.state import plain_names
+from oomph.training.named import MASKS, plain_names
 
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NAMES = {value: name for name, value in _TYPES.items()}
@@ -79,8 +79,8 @@ def from_huggingface(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face's GPT-2 weights under nanoGPT's names."""
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # causal masks
+        if name.endswith(MASKS):
+            continue
         full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
         named[full] = tensor.t().contiguous() if full.endswith(_TRANSPOSED) else tensor
     if "transformer.wte.weight" in named:

@@ -29,6 +29,7 @@ from oomph.web.questions import (
     own_device,
     pasted,
 )
+from oomph.web.words import in_words
 
 OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}
 FORMATS = (".py", ".toml")
@@ -42,8 +43,7 @@ def answer(verb: str, body: bytes, runs_folder: str) -> tuple[int, bytes]:
     except InputError as error:
         return NOT_FOUND if isinstance(error, NoSuchRunError) else BAD_REQUEST, problems_json(error.problems)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at ")
-        return BAD_REQUEST, problems_json([Problem(where.strip("`$.") or "body", what)])
+        return BAD_REQUEST, problems_json([in_words(str(error))])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return BAD_REQUEST, problems_json([Problem("body", "not JSON", found=str(error)[:200])])
     except (MemoryError, RecursionError):
@@ -126,7 +126,7 @@ def answer_fit(body: bytes, _: Path) -> Any:
         loaded,
         device,
         reserve_mib=question.reserve_mib,
-        tokens=question.tokens,
+        tokens=question.tokens_asked(),
         hours=question.hours,
         largest=question.largest,
     )

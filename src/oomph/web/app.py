@@ -26,7 +26,7 @@ from oomph.web.halves import ask_plan
 from oomph.web.measuring import Measuring
 from oomph.web.openapi import document
 from oomph.web.pool import Pool, TooBusyError, TooLongError
-from oomph.web.replies import TooLargeError, TooSlowError, read_body, reply
+from oomph.web.replies import TooLargeError, TooSlowError, read_body, reply, takes_gzip
 from oomph.web.static import INDEX, Static
 from oomph.web.tables import gpus, keys, presets
 from oomph.web.worker import Answer
@@ -160,7 +160,7 @@ class Web:
             routes=routes,
             lifespan=self._life,
             middleware=[Middleware(Guard, hosts=hosts, token=token)],
-            exception_handlers={HTTPException: _problem},
+            exception_handlers={HTTPException: _problem, Exception: _fault},
         )
 
     @contextlib.asynccontextmanager
@@ -280,7 +280,7 @@ def _told(answer: Answer, request: Request) -> Response:
     """An answer as its asker can read it."""
     if not answer.packed:
         return reply(answer.body, answer.status)
-    if "gzip" in request.headers.get("accept-encoding", ""):
+    if takes_gzip(request.headers.get("accept-encoding", "")):
         return reply(answer.body, answer.status, {"content-encoding": "gzip", "vary": "accept-encoding"})
     return reply(answer.plain(), answer.status, {"vary": "accept-encoding"})
 
@@ -292,6 +292,11 @@ def _ready(body: bytes) -> Handler:
         return reply(body)
 
     return tell
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    """A fault of ours, in the form of every other error; uvicorn prints its traceback."""
+    return refuse(500, "oomph", f"oomph failed: {type(error).__name__}: {error}"[:500])
 
 
 async def _problem(request: Request, error: Exception) -> Response:

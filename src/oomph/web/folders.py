@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -42,8 +43,12 @@ class RunsFolder:
             entries = [entry for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)]
         except OSError:
             return {}
-        found = {entry.name: Path(entry.path) for entry in entries[: 10 * MAX_RUNS] if _is_run(Path(entry.path))}
-        own = self.root.resolve().name
+        found = {
+            readable_name(entry.name): Path(entry.path)
+            for entry in entries[: 10 * MAX_RUNS]
+            if _is_run(Path(entry.path))
+        }
+        own = readable_name(self.root.resolve().name)
         if own and own not in found and _is_run(self.root):
             found[own] = self.root
         newest = sorted(found.items(), key=lambda item: -_written(item[1]))
@@ -68,7 +73,8 @@ class RunsFolder:
 
     def listing(self) -> dict[str, Any]:
         """What the page shows of each run before one is chosen."""
-        return {"folder": str(self.root), "runs": [_glance(name, path) for name, path in self.names().items()]}
+        runs = [_glance(name, path) for name, path in self.names().items()]
+        return {"folder": readable_name(str(self.root)), "runs": runs}
 
     def run(self, name: str) -> dict[str, Any]:
         """Everything of one run, its figures thinned out for a plot."""
@@ -82,12 +88,18 @@ class RunsFolder:
             "plan": plan,
             "result": result,
             "state": state(path, result),
+            "updated": _written(path),
             "steps": steps_done(path, result, figures),
             "flops_per_token": each,
             "metrics": figures.to_dict(),
             "hours": clock.hours,
             "offset": offset,
         }
+
+
+def readable_name(name: str) -> str:
+    """A file's name as text that can be sent: bytes that are no UTF-8 are written out, as \\xff."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -133,9 +145,10 @@ class _Whole:
 def flops_per_token(plan: Any) -> float | None:
     """What the run's own plan says an average token costs."""
     try:
-        return float(plan["compute"]["flops_per_token"])
-    except (KeyError, TypeError, ValueError):
+        found = float(plan["compute"]["flops_per_token"])
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
+    return found if math.isfinite(found) else None
 
 
 def state(path: Path, result: Any) -> str:
@@ -202,7 +215,7 @@ def read_json(path: Path) -> Any:
         with open_file(path) as stream:
             data = stream.read(MAX_JSON_BYTES + 1)
         return msgspec.json.decode(data) if len(data) <= MAX_JSON_BYTES else None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

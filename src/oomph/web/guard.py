@@ -13,7 +13,7 @@ import re
 import secrets
 import socket
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -75,7 +75,7 @@ class Guard:
         if not self._is_ours(host):
             return refuse(403, "Host", "this server does not answer to that name", host)
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return refuse(403, "Origin", "another site's page may not ask here", origin)
         site = headers.get("sec-fetch-site", "none")
         # A link from elsewhere may open the page, but nothing else.
@@ -100,7 +100,7 @@ class Guard:
             return reply(
                 GO_ON, headers={"set-cookie": cookie, "content-security-policy": policy_for(GO_ON)}, media=HTML
             )
-        told = [_cookie(headers.get("cookie", ""), name), headers.get("authorization", "").removeprefix("Bearer ")]
+        told = [_cookie(headers.get("cookie", ""), name), _bearer(headers.get("authorization", ""))]
         if any(secrets.compare_digest(each.encode(), self.token.encode()) for each in told):
             return None
         return refuse(401, "token", "needed here", allowed="the address that oomph serve printed, with its ?token=")
@@ -129,6 +129,12 @@ def _cookie(text: str, name: str) -> str:
     except CookieError:
         return ""
     return found.value if found is not None else ""
+
+
+def _bearer(text: str) -> str:
+    """The token of an Authorization header; the scheme's case does not matter (RFC 9110)."""
+    scheme, _, token = text.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _without_port(host: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,11 +15,14 @@ FIGURES = ("tokens", "loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "mfu"
 COLUMNS = ("step", "hours", "flops", *FIGURES)
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**18)]  # beyond it no float would be exact, and none is of a run
+
+
 class Line(msgspec.Struct):
     """One line. A figure that is not finite is written as null."""
 
-    step: int
-    tokens: int | None = None
+    step: Count
+    tokens: Count | None = None
     loss: float | msgspec.UnsetType | None = msgspec.UNSET
     lr: float | None = None
     grad_norm: float | None = None
@@ -76,7 +79,7 @@ def read_lines(lines: Iterable[bytes], clock: Clock, flops_per_token: float | No
     for text in lines:
         try:
             line = _decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         found.steps = line.step + (line.loss is not msgspec.UNSET)  # a step is logged once it is done
         flops = line.tokens * flops_per_token if line.tokens is not None and flops_per_token else None

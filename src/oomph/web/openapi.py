@@ -208,6 +208,7 @@ def _run() -> Schema:
         plan=_or_null(_any_object()),
         result=_or_null(_any_object()),
         state={"enum": ["planned", "running", "finished", "stopped"]},
+        updated=_number(),
         steps=_or_null(_whole()),
         flops_per_token=_or_null(_number()),
         metrics=metrics,

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 
@@ -144,15 +146,35 @@ class Pool:
         try:
             return await asyncio.wait_for(asyncio.shield(asking), seconds)
         except TimeoutError:
-            await _give_up(worker, asking)
+            await _to_its_end(_give_up(worker, asking))
             raise TooLongError from None
         except asyncio.CancelledError:
-            if not (worker.interrupt() and await _is_done(asking, PATIENCE_S)):
-                await _give_up(worker, asking)
+            await _to_its_end(_call_back(worker, asking))
             raise
         except BaseException:
-            await _give_up(worker, asking)
+            await _to_its_end(_give_up(worker, asking))
             raise
+
+
+async def _to_its_end(cleaning: Coroutine[Any, Any, None]) -> None:
+    """Clean up, however often whoever waits is cancelled meanwhile: half cleaned, a worker's pipe would have two
+    readers, and one's answer could reach the other."""
+    task = asyncio.create_task(cleaning)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+async def _call_back(worker: Worker, asking: asyncio.Task[Answer]) -> None:
+    """Have the worker drop the question; one that does not in time is ended."""
+    if not (worker.interrupt() and await _is_done(asking, PATIENCE_S)):
+        await _give_up(worker, asking)
 
 
 async def _is_done(asking: asyncio.Task[Answer], seconds: float) -> bool:

@@ -11,6 +11,7 @@ from oomph import config as configs
 from oomph import devices
 from oomph.config import KEYS, PRESETS, LoadedConfig, Override, Pasted, describe_keys
 from oomph.config.files import MAX_TEXT_BYTES
+from oomph.config.values import count
 from oomph.devices import Device
 from oomph.errors import InputError, Problem, nearest
 from oomph.planner import choose_device
@@ -18,7 +19,8 @@ from oomph.predict.cost import PRICE_CURRENCY
 
 Setting = int | float | bool | str | None
 Settings = Annotated[dict[str, Setting], Meta(description="config keys and their values, over the config's own")]
-Amount = Annotated[float, Meta(ge=1e-9, le=1e15)]
+MAX_AMOUNT = 1e15
+Amount = Annotated[float, Meta(ge=1e-9, le=MAX_AMOUNT)]
 Name = Annotated[str, Meta(max_length=200)]
 ConfigText = Annotated[str, Meta(max_length=MAX_TEXT_BYTES, description="a config, read and never run")]
 MAX_LOG = 8 * 2**20  # characters of a pasted log
@@ -92,9 +94,20 @@ class PlanQuestion(Question, kw_only=True, forbid_unknown_fields=True):
 class FitQuestion(Question, kw_only=True, forbid_unknown_fields=True):
     """What `/api/fit` takes."""
 
-    tokens: Annotated[Amount, Meta(description="to train on")] | None = None
+    tokens: Annotated[Amount | Name, Meta(description="to train on: a number, or as people write it, 3.68B")] | None = (
+        None
+    )
     hours: Annotated[Amount, Meta(description="the run may take")] | None = None
     largest: Annotated[bool, Meta(description="the largest model instead")] = False
+
+    def tokens_asked(self) -> float | None:
+        """The tokens as a number. Raises `InputError`."""
+        if not isinstance(self.tokens, str):
+            return self.tokens
+        found = count(self.tokens)
+        if found is None or not 0 < found <= MAX_AMOUNT:
+            raise InputError(Problem("tokens", "not a number of tokens", repr(self.tokens), "such as 3.68B or 500M"))
+        return float(found)
 
 
 class ConfigQuestion(Question, kw_only=True, forbid_unknown_fields=True):
@@ -154,6 +167,7 @@ def known_preset(name: str) -> str:
 
 def pasted(text: str, filename: str | None) -> Pasted:
     """A pasted config under the name it had, or under one that suits it."""
+    text = text.removeprefix("\ufeff")  # an editor's mark, as files may have it
     if "\0" in text:
         raise InputError(Problem("config", "a binary file, not text", allowed="a .py, .toml or .json config"))
     name = (filename or "").replace("\\", "/").rpartition("/")[2].strip()

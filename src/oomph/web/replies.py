@@ -18,6 +18,15 @@ def reply(
     return Response(body, status, {"content-type": media, **(headers or {})})
 
 
+def takes_gzip(accepted: str) -> bool:
+    """Whether an Accept-Encoding header allows gzip: named, and not with a weight of nothing."""
+    for part in accepted.split(","):
+        name, _, weight = part.replace(" ", "").lower().partition(";q=")
+        if name == "gzip":
+            return weight.strip("0.") != "" or not weight
+    return False
+
+
 class TooLargeError(Exception):
     """The body is larger than what is taken."""
 

@@ -17,6 +17,7 @@ import uvicorn
 
 from oomph.errors import InputError, Problem
 from oomph.web.app import Web
+from oomph.web.prompt import PromptProtocol
 
 DEFAULT_PORT = 8642
 MAX_CONNECTIONS = 512  # open at once; more are turned away
@@ -72,7 +73,8 @@ def listen(host: str, port: int | None) -> socket.socket:
     except OSError as error:
         if port is None and error.errno == errno.EADDRINUSE:
             return _bind(host, 0)
-        where = f"--host {host}" if port is None else f"--port {port}"
+        is_host = port is None or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        where = f"--host {host}" if is_host else f"--port {port}"
         allowed = "another --port, or none to have a free one chosen" if error.errno == errno.EADDRINUSE else None
         raise InputError(Problem(where, "cannot be listened at", error.strerror or str(error), allowed)) from None
 
@@ -105,6 +107,7 @@ async def _run(
     hosts = LOOPBACK_NAMES | {address.host.lower()} if address.token is None else None
     config = uvicorn.Config(
         web.application(hosts, address.token),
+        http=PromptProtocol,
         log_level="warning",
         access_log=False,
         server_header=False,

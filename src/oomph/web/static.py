@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from oomph.web.guard import policy_for, refuse
-from oomph.web.replies import reply
+from oomph.web.replies import reply, takes_gzip
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -63,7 +63,7 @@ class Static:
         media = TYPES[Path(name).suffix]
         if asset.tag in headers.get("if-none-match", ""):
             return reply(b"", 304, kept, media)
-        if asset.packed is not None and "gzip" in headers.get("accept-encoding", ""):
+        if asset.packed is not None and takes_gzip(headers.get("accept-encoding", "")):
             return reply(asset.packed, 200, {**kept, "content-encoding": "gzip"}, media)
         return reply(asset.plain, 200, kept, media)
 

@@ -124,6 +124,44 @@ def test_what_is_wrong_is_said_where_it_is_and_the_last_plan_stays(open_page: Op
     expect(page.locator(".results.stale")).to_have_count(1)
 
 
+@pytest.mark.parametrize("wrong", ["batchsize=8", "gpu_mib=abc", "reserve_mib=x", "eval_iters=x"])
+def test_what_a_link_says_wrongly_is_told_even_where_no_knob_is_in_sight(open_page: OpenPage, wrong: str) -> None:
+    page = open_page(f"#plan?preset=gpt2&gpu=RTX+4070&{wrong}")
+    expect(page.locator("section[aria-label=Config] .problem")).to_contain_text(wrong.partition("=")[0])
+
+
+def test_a_key_that_is_none_is_mended_by_a_click(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070&batchsize=8")
+    page.locator("section[aria-label=Config] .problem").get_by_role("button", name="batch_size").click()
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(batch_size=8))
+
+
+def test_a_text_stays_a_text_whatever_it_looks_like(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070&n_layer=2&dataset=007")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(n_layer=2))
+    page.get_by_text("Every other key").click()
+    expect(exact(page, "dataset")).to_have_value("007")
+    exact(page, "dataset").fill("2024")
+    exact(page, "dataset").press("Enter")
+    page.wait_for_url(re.compile("dataset=2024"))
+    expect(page.locator(".command code")).to_contain_text("--dataset=2024")
+    expect(page.locator(".problem, .results.stale")).to_have_count(0)
+
+
+def test_the_command_below_a_fit_is_the_question_that_was_asked(open_page: OpenPage) -> None:
+    page = open_page("#fit?preset=gpt2&gpu=RTX+4070&batch_size=1&gradient_accumulation_steps=2&step_ms=100")
+    said = page.locator(".fit .command code")
+    keys = "--batch_size=1 --gradient_accumulation_steps=2"
+    expect(said).to_have_text(f'oomph fit gpt2 --gpu "RTX 4070" {keys}', timeout=60_000)
+    page.get_by_label("the largest model").check()
+    expect(said).to_have_text(f'oomph fit gpt2 --gpu "RTX 4070" --largest {keys}', timeout=120_000)
+    page.get_by_label("from a budget").check()
+    page.get_by_role("textbox", name="Tokens").fill("36.8M")
+    page.get_by_role("textbox", name="Tokens").press("Enter")
+    expect(said).to_have_text('oomph fit --gpu "RTX 4070" --hours 24 --tokens 36.8M', timeout=90_000)
+    expect(page.locator(".fit .problem")).to_have_count(0)
+
+
 def test_an_unknown_card_offers_the_nearest(open_page: OpenPage) -> None:
     page = open_page("#plan?preset=gpt2&gpu=RTX+4079")
     page.locator("section[aria-label=Card] .problem button").click()

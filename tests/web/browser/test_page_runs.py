@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 from browser_helpers import OpenPage
 from playwright.sync_api import Page, expect
-from web_helpers import running
+from web_helpers import add_steps, running, write_run
 
 pytestmark = pytest.mark.slow
 MANY = 1_000_000
@@ -73,6 +75,50 @@ def test_a_training_appears_by_itself_and_grows(open_page: OpenPage, tmp_path: P
         page.close()  # before its server is gone
 
 
+def test_a_run_that_had_stopped_grows_again_when_it_goes_on(open_page: OpenPage, tmp_path: Path) -> None:
+    path = write_run(tmp_path, 5)
+    (path / "result.json").write_text('{"finished": false, "steps": 5}')
+    earlier = time.time() - 3600  # and silent for long
+    for name in ("metrics.jsonl", "result.json"):
+        os.utime(path / name, (earlier, earlier))
+    with running(tmp_path) as server:
+        page = open_page("#runs?run=a", url=server.url)
+        expect(page.locator(".run-head .state")).to_have_text("stopped")
+        for first in (5, 7):
+            add_steps(path, first, first + 2)
+            expect(page.locator(".run-head .state")).to_have_text("running")
+            expect(page.locator(".run-head")).to_have_attribute("data-step", str(first + 2))
+        page.close()
+
+
+def test_a_server_that_comes_back_is_believed(open_page: OpenPage, tmp_path: Path) -> None:
+    write_run(tmp_path, 5, finished=True)
+    with running(tmp_path) as server:
+        page = open_page("#runs", url=server.url)
+        expect(page.locator(".run-head .state")).to_have_text("finished")
+        page.route("**/api/runs**", lambda route: route.fulfill(status=404))
+        expect(page.locator(".watched .problem")).to_contain_text("The server answered 404")
+        page.unroute("**/api/runs**")
+        expect(page.locator(".watched .problem")).to_have_count(0)
+        page.close()
+
+
+def test_on_a_cpu_the_process_is_held_against_the_plan_of_the_process(open_page: OpenPage, tmp_path: Path) -> None:
+    path = write_run(tmp_path, 5, finished=True)
+    plan = {"device": {"kind": "cpu"}, "memory": {"allocated_mib": 2.0, "context_mib": 400.0, "total_mib": 402.0}}
+    (path / "plan.json").write_text(json.dumps(plan))
+    with running(tmp_path) as server:
+        page = open_page("#runs", url=server.url)
+        memory = page.locator(".plot", has_text="Memory")
+        expect(memory).to_contain_text("MiB, the process")
+        expect(memory.locator(".legend")).to_contain_text("402 MiB")
+        (path / "plan.json").write_text('{"device": {"kind": "cpu"}}')
+        page.reload()
+        expect(memory).to_contain_text("MiB, the process")
+        expect(memory.locator(".legend")).not_to_contain_text("402 MiB")
+        page.close()
+
+
 def test_one_run_stands_against_its_plan(open_page: OpenPage) -> None:
     page = open_page("#runs?run=a")
     expect(page.locator(".tiles")).to_contain_text("plan")
@@ -111,3 +157,4 @@ def test_two_runs_are_compared(open_page: OpenPage) -> None:
 def test_a_run_that_is_gone_is_named(open_page: OpenPage) -> None:
     page = open_page("#runs?run=gone")
     expect(page.locator(".watched .problem")).to_contain_text("gone")
+    expect(page.get_by_text("reading gone")).to_have_count(0)

@@ -5,6 +5,8 @@ import { sentence } from "./api.js";
 import { read } from "./link.js";
 import { known, problemOf, question, setKeys, valueOf } from "./state.js";
 
+const LETTERS = new Set(["str", "count"]); // kinds that a keyboard of digits cannot type: a name, 3.68B
+
 /** The place on a scale nearest to a value, by ratio. */
 export function nearest(scale, value) {
   let best = 0;
@@ -61,12 +63,12 @@ export function SliderKnob({ name, label, unit, scale, words = String, onValue, 
     <//>`;
 }
 
-/** A number to type. It is taken when the field is left or Enter pressed; the arrows count. */
-export function Exact({ label, value, onValue, id, placeholder, wide }) {
+/** A number, or a text by its `kind`, to type. It is taken when the field is left or Enter pressed; the arrows count. */
+export function Exact({ label, value, onValue, id, placeholder, wide, kind }) {
   const [draft, setDraft] = useState(null);
   const take = (text) => {
     setDraft(null);
-    const next = read(text);
+    const next = read(text, kind);
     if (text.trim() !== "" && next !== value) onValue(next);
     else if (text.trim() === "" && placeholder !== undefined) onValue(undefined);
   };
@@ -80,7 +82,7 @@ export function Exact({ label, value, onValue, id, placeholder, wide }) {
     else if (event.key === "Escape") setDraft(null);
   };
   return html`
-    <input type="text" id=${id} class=${classes("exact", wide && "wide")} inputmode="decimal" autocomplete="off"
+    <input type="text" id=${id} class=${classes("exact", wide && "wide")} inputmode=${LETTERS.has(kind) ? "text" : "decimal"} autocomplete="off"
       spellcheck=${false} dir="ltr"
     aria-label=${label} placeholder=${placeholder} value=${draft ?? value ?? ""}
     onInput=${(event) => setDraft(event.target.value)} onChange=${(event) => take(event.target.value)}
@@ -139,7 +141,7 @@ export function FieldKnob({ name, label = name, unit }) {
   if (key?.choices?.length) return html`<${ListKnob} name=${name} label=${label} options=${key.choices} />`;
   return html`
     <${Knob} ...${usual(name)} label=${label} unit=${unit} id=${id}>
-      <${Exact} wide id=${id} label=${label} value=${valueOf(name)}
+      <${Exact} wide id=${id} label=${label} value=${valueOf(name)} kind=${key?.kind}
         placeholder=${key?.optional ? "not said" : undefined} onValue=${(value) => setKeys({ [name]: value })} />
     <//>`;
 }

@@ -24,8 +24,9 @@ let under = null; // the search that is under way, to be broken off by the next
 
 /** What is asked of /api/fit; a budget asks for a model from nothing, so it carries no config. */
 function bodyOf() {
-  if (mode.value === "same") return question.value;
-  if (mode.value === "largest") return { ...question.value, largest: true };
+  const { step_ms, watts, price_kwh, price_hour, currency, ...run } = question.value; // a plan's alone
+  if (mode.value === "same") return run;
+  if (mode.value === "largest") return { ...run, largest: true };
   const { gpu, gpu_mib, gpu_tflops, gpu_gbs, gpu_watts, reserve_mib } = question.value;
   return JSON.parse(JSON.stringify({ gpu, gpu_mib, gpu_tflops, gpu_gbs, gpu_watts, reserve_mib, ...budget.value }));
 }
@@ -69,7 +70,7 @@ export function FitView() {
       ${mode.value !== "budget" && Object.keys(question.value.set).length > 0 && html`<${Changed} />`}
       ${failed.value.map((problem) => html`<p class="problem" role="alert">${sentence(problem)}</p>`)}
       <div aria-busy=${searching.value} class=${searching.value && shown ? "stale" : ""}>
-        ${shown ? html`<${Found} result=${shown.result} />` : null}
+        ${shown ? html`<${Found} result=${shown.result} asked=${JSON.parse(shown.body)} />` : null}
       </div>
       ${
         searching.value &&
@@ -90,7 +91,7 @@ function Budget() {
       </div>
       <div class="field">
         <label for="budget-tokens">Tokens, such as 3.68B</label>
-        <${Exact} wide id="budget-tokens" label="Tokens" placeholder="20 a parameter" value=${budget.value.tokens}
+        <${Exact} wide id="budget-tokens" label="Tokens" kind="count" placeholder="20 a parameter" value=${budget.value.tokens}
           onValue=${change("tokens")} />
       </div>
     </section>`;
@@ -106,27 +107,28 @@ const Changed = () => html`
     )}
     <button type="button" class="quiet" onClick=${() => ask({ set: {} })}>drop these changes</button></p>`;
 
-function Found({ result }) {
+function Found({ result, asked }) {
   const fits = result.now?.memory?.fits;
   return html`
     <p class=${`answer ${fits === false ? "changed" : "fine"}`}>${result.verdict}.</p>
     <${Options} options=${result.options} best=${result.best} safest=${result.safest}
-      capacity=${result.now?.memory?.capacity_mib} onTake=${take} caption="Settings, the best first" />
+      capacity=${result.now?.memory?.capacity_mib} onTake=${take} caption="Settings by rank" />
     <p class="aside">
-      ${`${integer(result.evaluated)} plans were made. `}
+      What fits comes first, then what keeps the mathematics, then the fastest. Best is the fastest that keeps the
+      training under the program you asked for.
+      ${` ${integer(result.evaluated)} plans were made. `}
       A row takes its setting over into Plan and downloads the config.
     </p>
     <section class="block why">
       <h2>Why</h2>
       <ul class="notes">${result.why.map((reason) => html`<li key=${reason}>${reason}.</li>`)}</ul>
     </section>
-    <p class="command"><code dir="ltr">${command("fit")}</code></p>`;
+    <p class="command"><code dir="ltr">${command("fit", asked)}</code></p>`;
 }
 
 /** Take a row over: into the question, which a click undoes, and as a file. */
 async function take(option) {
-  const body = mode.value === "budget" ? JSON.parse(found.value.body) : question.value;
-  const { hours, tokens, largest, ...asked } = body;
+  const { hours, tokens, largest, ...asked } = JSON.parse(found.value.body);
   const format = /\.toml$/.test(asked.filename ?? "") || option.trainer === "oomph" ? "toml" : "py";
   try {
     const file = await post("/api/config", { ...asked, trainer: option.trainer, changes: option.changes, format });

@@ -32,9 +32,9 @@ const FEATURED = new Set([
   "vocab_size",
   "max_iters",
   "dataset_tokens",
-  "dropout",
   "trainer",
 ]);
+const ELSEWHERE = new Set([...[...FEATURED].map((key) => `set.${key}`), "gpu"]); // what says its own problems
 
 export const sameBatch = signal(true); // micro-batch and accumulation move together, at the same tokens a step
 
@@ -57,7 +57,7 @@ export function Source() {
   const { preset, config, filename } = question.value;
   const [open, setOpen] = useState(false);
   const chooser = useId();
-  const wrong = problems.value.filter(({ where = "" }) => !where.startsWith("set.") && where !== "gpu");
+  const wrong = problems.value.filter(({ where = "" }) => !ELSEWHERE.has(where));
   useEffect(() => setOpen(config !== undefined && open), [config]);
   const choose = (name) => {
     if (name === "own")
@@ -100,8 +100,23 @@ export function Source() {
           nanoGPT .py, TOML or a Hugging Face config.json. It is read, never run, and stays on this machine.
         </p>`
       }
-      ${wrong.map((problem) => html`<p class="problem" role="alert">${sentence(problem)}</p>`)}
+      ${wrong.map((problem) => html`<${Wrong} problem=${problem} />`)}
     </section>`;
+}
+
+/** What no knob in sight says of itself: of the config, of a link's keys, of a key among all the others. */
+function Wrong({ problem }) {
+  const [, key] = /^set\.(.+)$/s.exec(problem.where ?? "") ?? [];
+  const near = key !== undefined && !(key in known.value.keys) ? problem.nearest : undefined;
+  const instead = near && { [key]: undefined, [near]: question.value.set[key] };
+  const words = near ? { ...problem, nearest: "" } : problem;
+  return html`
+    <p class="problem" role="alert">${sentence(words)}
+      ${instead && html` <button type="button" class="quiet" onClick=${() => setKeys(instead)}>${near}</button>`}
+      ${
+        key in question.value.set &&
+        html` <button type="button" class="quiet" onClick=${() => setKeys({ [key]: undefined })}>drop it</button>`
+      }</p>`;
 }
 
 export function Card() {
@@ -253,7 +268,7 @@ function FlagKnob({ name, label, unit, placeholder }) {
     <${Knob} name=${name} label=${label} unit=${unit} id=${id} changed=${name in question.value}
       problem=${problemOf(name)} onReset=${() => ask({ [name]: undefined })}>
       <${Exact} wide id=${id} label=${label} value=${question.value[name]} placeholder=${placeholder}
-        onValue=${(value) => ask({ [name]: value })} />
+        kind=${name === "currency" ? "str" : "float"} onValue=${(value) => ask({ [name]: value })} />
     <//>`;
 }
 

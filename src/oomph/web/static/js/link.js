@@ -31,24 +31,26 @@ export async function toHash(tab, question, runs) {
   return `#${tab}${text ? `?${text}` : ""}`;
 }
 
-/** What a link says; null where it says nothing of a tab. A key that is no key of a config is told by the server. */
-export async function fromHash(hash) {
+/** What a link says, by the kinds of a config's `keys`; null where it says nothing of a tab. The server tells a key that is
+ * none. */
+export async function fromHash(hash, keys) {
   const [tab, text = ""] = hash.slice(1, LONGEST).split(/\?(.*)/s);
   if (!TABS.includes(tab)) return null;
   const fields = new URLSearchParams(text);
   const question = { set: {} };
   for (const [key, value] of fields) {
     if (key === "config") question.config = await unpacked(value);
-    else if (FLAGS.includes(key)) question[key] = key === "currency" ? value : Number(value);
+    else if (FLAGS.includes(key)) question[key] = read(value, key === "currency" ? "str" : "float");
     else if (OWN.has(key)) question[key] = value;
-    else question.set[key] = read(value);
+    else question.set[key] = read(value, keys[key]?.kind);
   }
   delete question.run;
   return { tab, runs: fields.getAll("run"), question: text && tab !== "runs" ? question : null };
 }
 
-/** A value of a link: a number or a word, as --key=value takes them. */
-export function read(text) {
+/** A value of a link or a field: a number or a word, as --key=value takes them; a text stays one, "007" too. */
+export function read(text, kind) {
+  if (kind === "str") return text;
   if (text === "true" || text === "True") return true;
   if (text === "false" || text === "False") return false;
   return text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : text;

@@ -6,10 +6,13 @@ import { get, Refused } from "./api.js";
 const EVERY_MS = 3000; // how often the list of runs is looked at
 const GROWING = new Set(["running", "planned"]);
 
+const AT_REST = { close() {} }; // stands for the stream of a run that does not grow, or cannot be read
+
 export const folder = signal(null); // {folder, runs}
-export const lost = signal([]); // what went wrong
+export const lost = signal([]); // what went wrong with the list
+export const failures = signal({}); // name → what went wrong with a run
 const runs = new Map(); // name → signal of a run, or null while it is fetched
-const streams = new Map(); // name → EventSource
+const streams = new Map(); // name → EventSource, or what stands for one
 
 export const runOf = (name) => {
   if (!runs.has(name)) runs.set(name, signal(null));
@@ -31,19 +34,21 @@ export function watch(names) {
 
 async function open(name) {
   const run = runOf(name);
-  streams.set(name, { close() {} }); // its place is taken while the run is fetched
-  try {
-    run.value = await get(address(name));
-    lost.value = [];
-  } catch (error) {
-    streams.delete(name);
-    if (!(error instanceof Refused)) throw error;
-    lost.value = error.problems;
+  const place = { close() {} }; // taken while the run is fetched
+  streams.set(name, place);
+  const found = await fetched(name);
+  if (streams.get(name) !== place) return;
+  if (found) run.value = found;
+  if (!found || !GROWING.has(found.state)) {
+    streams.set(name, AT_REST);
     return;
   }
-  if (!streams.has(name) || !GROWING.has(run.value.state)) return;
-  const stream = new EventSource(address(name, `/events?from=${run.value.offset ?? 0}`));
+  const stream = new EventSource(address(name, `/events?from=${found.offset ?? 0}`));
   streams.set(name, stream);
+  const rest = () => {
+    stream.close();
+    if (streams.get(name) === stream) streams.set(name, AT_REST);
+  };
   stream.addEventListener(
     "metrics",
     ({ data }) => (run.value = { ...run.value, metrics: grown(run.value.metrics, JSON.parse(data)) }),
@@ -51,13 +56,35 @@ async function open(name) {
   stream.addEventListener("state", ({ data }) => {
     const { state, result, steps } = JSON.parse(data);
     run.value = { ...run.value, state, steps: steps ?? run.value.steps, result: result ?? run.value.result };
-    if (!GROWING.has(state)) stream.close();
+    if (!GROWING.has(state)) rest();
   });
   stream.addEventListener("reset", () => {
-    stream.close();
-    streams.delete(name);
+    rest();
     open(name);
   });
+  stream.addEventListener("error", () => stream.readyState === EventSource.CLOSED && rest());
+}
+
+/** A run as it stands; null where it cannot be had, and why is told. */
+async function fetched(name) {
+  try {
+    const found = await get(address(name));
+    failures.value = { ...failures.value, [name]: [] };
+    return found;
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    failures.value = { ...failures.value, [name]: error.problems };
+    return null;
+  }
+}
+
+/** Look again at runs at rest that have changed since: one that stopped may go on, one that was silent may speak. */
+function wake(listed) {
+  for (const now of listed) {
+    if (streams.get(now.name) !== AT_REST) continue;
+    const run = runOf(now.name).peek();
+    if (!run || now.state !== run.state || now.updated !== run.updated) open(now.name);
+  }
 }
 
 function grown(metrics, more) {
@@ -84,6 +111,8 @@ export function keepListing() {
     if (document.visibilityState === "visible") {
       try {
         folder.value = await get("/api/runs");
+        lost.value = [];
+        wake(folder.value.runs);
       } catch (error) {
         if (!(error instanceof Refused)) throw error;
         lost.value = error.problems;

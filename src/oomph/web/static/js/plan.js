@@ -232,12 +232,14 @@ function Notes({ notes }) {
 }
 
 /** The same question in a terminal. */
-export function command(verb = "plan") {
-  const { preset, filename, gpu, trainer, config, set, ...flags } = question.value;
+export function command(verb = "plan", asked = question.value) {
+  const { preset, filename, gpu, trainer, config, set = {}, largest, ...flags } = asked;
   const quoted = (text) => (/^[\w.,:/=+-]+$/.test(text) ? text : `"${String(text).replace(/["\\$`]/g, "\\$&")}"`);
-  const words = ["oomph", verb, quoted(preset ?? filename ?? "run.py")];
+  const source = preset ?? filename ?? (config === undefined ? undefined : "run.py");
+  const words = ["oomph", verb, ...(source === undefined ? [] : [quoted(source)])];
   if (gpu) words.push("--gpu", quoted(gpu));
   for (const [key, value] of Object.entries(flags)) words.push(`--${key}`, quoted(String(value)));
+  if (largest) words.push("--largest");
   if (trainer) words.push(`--trainer=${trainer}`);
   for (const [key, value] of Object.entries(set))
     words.push(`--${key}=${quoted(value === true ? "True" : value === false ? "False" : String(value))}`);

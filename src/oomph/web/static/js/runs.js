@@ -19,7 +19,7 @@ import {
   power,
   seconds,
 } from "./format.js";
-import { folder, keepListing, lost, runOf, watch } from "./live.js";
+import { failures, folder, keepListing, lost, runOf, watch } from "./live.js";
 import { LINES, Plot } from "./plot.js";
 import { chosenRuns } from "./state.js";
 
@@ -59,11 +59,12 @@ export function RunsView() {
     if (!picked.current && !chosen.length && listed?.runs.length) chosenRuns.value = [listed.runs[0].name];
     picked.current ||= chosen.length > 0;
   }, [listed?.runs.length, chosen.length]);
+  const wrong = new Set([...lost.value, ...chosen.flatMap((name) => failures.value[name] ?? [])].map(sentence));
   return html`
     <div class="runs">
       <${List} listed=${listed} chosen=${chosen} />
       <div class="watched">
-        ${lost.value.map((problem) => html`<p class="problem" role="alert">${sentence(problem)}</p>`)}
+        ${[...wrong].map((words) => html`<p class="problem" role="alert" key=${words}>${words}</p>`)}
         ${
           chosen.length > 0 &&
           html`
@@ -128,7 +129,14 @@ const middle = (values) => [...values].sort((a, b) => a - b)[values.length >> 1]
 /** What a run's memory is held against: on a GPU what torch allocates; on a CPU the process, where that was measured. */
 function plannedMemory(plan) {
   if (plan?.device?.kind !== "cpu") return plan?.memory?.allocated_mib;
-  return plan.memory.context_mib ? plan.memory.total_mib : undefined;
+  return plan.memory?.context_mib ? plan.memory.total_mib : undefined;
+}
+
+/** Whose memory a plot shows: a run on a CPU logs its process, one on a GPU what torch allocates. */
+function memoryUnit(runs) {
+  const onCpu = runs.filter(({ plan }) => plan?.device?.kind === "cpu").length;
+  if (!onCpu) return "MiB allocated";
+  return onCpu === runs.length ? "MiB, the process" : "MiB; on a CPU, the process";
 }
 
 /** Where a run stands, and what is left of it at its latest pace. */
@@ -152,7 +160,7 @@ function standing({ metrics, config, state, steps }) {
 
 function OneRun({ name }) {
   const run = runOf(name).value;
-  if (!run) return html`<p class="waiting">reading ${name}…</p>`;
+  if (!run) return failures.value[name]?.length ? null : html`<p class="waiting">reading ${name}…</p>`;
   const plan = run.plan;
   const now = standing(run);
   const { columns } = run.metrics;
@@ -281,8 +289,8 @@ function Plots({ runs }) {
       <${Plot} title="Loss" unit="nats" lines=${shown.loss} say=${loss} x=${x} />
       <${Plot} title="Throughput" unit="tokens/s" lines=${shown.speed} say=${integer} x=${x}
         reference=${level(plan?.time?.tokens_per_s)} fromZero />
-      <${Plot} title="Memory" unit="MiB allocated" lines=${shown.memory} say=${(value) => `${mib(value)} MiB`} x=${x}
-        reference=${level(plan?.memory?.allocated_mib)} fromZero />
+      <${Plot} title="Memory" unit=${memoryUnit(runs)} lines=${shown.memory} say=${(value) => `${mib(value)} MiB`} x=${x}
+        reference=${level(plannedMemory(plan))} fromZero />
       <${Plot} title="Use of the device" unit="% of its peak" lines=${shown.use} say=${(value) => `${figure(value)} %`}
         x=${x} reference=${level(isNumber(plan?.time?.mfu) ? plan.time.mfu * 100 : undefined)} fromZero />
       <${Plot} title="Learning rate" lines=${shown.rate} say=${(value) => value.toExponential(2)} x=${x} fromZero />

@@ -122,7 +122,7 @@ async function writeAddress() {
 
 async function readAddress() {
   if (window.location.hash === written) return;
-  const found = await fromHash(window.location.hash);
+  const found = await fromHash(window.location.hash, known.value.keys);
   if (!found) return;
   batch(() => {
     tab.value = found.tab;
@@ -133,18 +133,26 @@ async function readAddress() {
 
 /** Read the address, learn what the server knows, and keep answer and address in step with the question. */
 export async function begin() {
+  const asking = ["keys", "gpus", "presets"].map((name) => get(`/api/${name}`));
+  const tables = Promise.all(asking);
+  tables.catch(() => {}); // told below
+  await asking[0].then(learnKeys, () => {}); // their kinds tell how a link's values are meant
   await readAddress();
   window.addEventListener("hashchange", readAddress);
   follow();
   try {
-    const [gpus, keys, presets] = await Promise.all(["gpus", "keys", "presets"].map((name) => get(`/api/${name}`)));
-    known.value = { ...known.value, gpus, keys: Object.fromEntries(keys.map((key) => [key.name, key])), presets };
+    const [, gpus, presets] = await tables;
+    known.value = { ...known.value, gpus, presets };
     const machine = await learnMachine();
     if (question.value === EXAMPLE && machine.gpu && machine.gpu.kind !== "cpu") ask({ gpu: machine.gpu.name });
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     problems.value = error.problems;
   }
+}
+
+function learnKeys(keys) {
+  known.value = { ...known.value, keys: Object.fromEntries(keys.map((key) => [key.name, key])) };
 }
 
 /** This machine; where it has yet to be measured, once more when that is done, and a plan for it is asked again. */

@@ -52,7 +52,7 @@ export function Timeline({ timeline, plan, otherTimeline }) {
     );
   };
   const program = PROGRAMS[plan.config.trainer];
-  const highest = `the peak is ${mib(timeline.peak.bytes / MIB)} MiB in ${timeline.peak.at}`;
+  const highest = `the peak is ${mib(plan.memory.allocated_mib)} MiB in ${timeline.peak.at}`;
   const label = `Memory over one step of ${program}: ${highest}. The arrow keys read single operations.`;
   return html`
     <div class="timeline" ref=${place} dir="ltr">
@@ -61,7 +61,7 @@ export function Timeline({ timeline, plan, otherTimeline }) {
         <${Areas} timeline=${timeline} scale=${scale} />
         ${otherTimeline && html`<path class="outline" d=${outline(otherTimeline, scale)} />`}
         <${Axes} timeline=${timeline} scale=${scale} />
-        <${Peak} timeline=${timeline} scale=${scale} />
+        <${Peak} timeline=${timeline} plan=${plan} scale=${scale} />
         ${
           at !== null &&
           html`<line class="crosshair" x1=${scale.x(points[at][0])} x2=${scale.x(points[at][0])}
@@ -175,11 +175,12 @@ function Axes({ timeline, scale }) {
     }`;
 }
 
-function Peak({ timeline, scale }) {
+/** The peak as torch counts it: the allocator's rests that are too small to be split off are part of it. */
+function Peak({ timeline, plan, scale }) {
   const { peak } = timeline;
   const x = scale.x(peak.index);
   const y = scale.y(peak.bytes / MIB);
-  const text = `${mib(peak.bytes / MIB)} MiB · ${peak.at ?? peak.op}`;
+  const text = `${mib(plan.memory.allocated_mib)} MiB · ${peak.at ?? peak.op}`;
   const long = text.length * 6.6; // about, in pixels: near an edge the label is moved inside
   const start = Math.min(Math.max(x > scale.width / 2 ? x - long - 8 : x + 8, 2), scale.width - long - 2);
   return html`
@@ -193,5 +194,5 @@ function tipRows({ points, kinds }, at) {
     .filter(([, size]) => size > 0.05);
   rows.sort((a, b) => b[1] - a[1]);
   const shown = rows.slice(0, 8).map(([name, size]) => [html`<${Swatch} part=${name} />`, name, `${mib(size)} MiB`]);
-  return [[null, "allocated", `${mib(points[at][1] / MIB)} MiB`], ...shown];
+  return [[null, "tensors", `${mib(points[at][1] / MIB)} MiB`], ...shown];
 }
