@@ -285,17 +285,12 @@ def test_too_long_a_line_is_turned_away(tmp_path: Path, monkeypatch: pytest.Monk
 LONG = {"gpu": "RTX 4070", "preset": "gpt2-xl", "set": {"n_layer": 96}}  # a search of many seconds
 
 
-def test_work_that_nobody_waits_for_is_interrupted_and_its_worker_goes_on(tmp_path: Path) -> None:
-    def own_workers() -> list[int]:
-        commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in children(os.getpid())}
-        return [pid for pid, path in commands.items() if path.exists() and str(tmp_path).encode() in path.read_bytes()]
-
+def test_work_that_nobody_waits_for_is_ended_and_the_next_question_is_answered(tmp_path: Path) -> None:
     async def scene() -> None:
         pool = Pool(1, str(tmp_path))
         await pool.start()
         try:
             assert (await pool.ask("runs", b"", 60, False)).status == 200
-            workers = own_workers()
             long = asyncio.create_task(pool.ask("fit", json.dumps(LONG).encode(), 120, True))
             await asyncio.sleep(0.5)
             waiting = asyncio.create_task(pool.ask("runs", b"", 60, False))
@@ -305,7 +300,6 @@ def test_work_that_nobody_waits_for_is_interrupted_and_its_worker_goes_on(tmp_pa
             overtaken.cancel()
             long.cancel()
             assert (await waiting).status == 200
-            assert own_workers() == workers and len(workers) == 1
             assert (await pool.ask("plan", b'{"gpu": "T4"}', 60, False)).status == 200  # no answer is mixed up
         finally:
             await pool.close()
@@ -327,10 +321,11 @@ def test_whoever_leaves_takes_the_question_along_unless_another_waits_for_it(ser
     time.sleep(0.3)
     between = cpu_s(workers)
     leaving[1].join()
-    time.sleep(0.5)
+    assert before < between  # worked on while one of them waited
+    time.sleep(3.0)  # its worker is ended, another starts
+    workers = children(server.process.pid)
     after = cpu_s(workers)
     time.sleep(1.0)
-    assert before < between < after  # worked on while one of them waited
     assert cpu_s(workers) - after < 0.2  # and not when both had left
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from oomph.web.worker import LENGTH, Answer, Desk
+from oomph.web.worker import LENGTH, Answer
 
 MAX_WAITING = 256  # questions in line; a longer line is turned away
 WARM_SECONDS = 30.0
-PATIENCE_S = 0.5  # that a worker gets to answer an interruption before it is ended
+PATIENCE_S = 0.3  # that a worker gets to finish what nobody waits for: a plan does, a search is ended
 MAX_ANSWER_BYTES = 2**28
 
 
@@ -63,14 +63,6 @@ class Worker:
             return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=Answer)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError("the worker process ended") from error
-
-    def interrupt(self) -> bool:
-        """Tell it that nobody waits for its answer, which then comes at once; False where there is no way to."""
-        if Desk.SIGNAL is None or self._process is None:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(Desk.SIGNAL)
-        return True
 
     async def end(self, kill: bool) -> None:
         """Let it go: by closing its input, or at once."""
@@ -125,7 +117,7 @@ class Pool:
     async def ask(self, verb: str, body: bytes, seconds: float, heavy: bool) -> Answer:
         """The answer to a question. Raises `TooBusyError`, `TooLongError` or `EOFError`.
 
-        Cancelled, it leaves the line, or the work is interrupted: nothing is computed that nobody waits for.
+        Cancelled, it leaves the line, or its worker is ended: nothing long is computed that nobody waits for.
         """
         if self._waiting >= MAX_WAITING:
             raise TooBusyError
@@ -172,9 +164,13 @@ async def _to_its_end(cleaning: Coroutine[Any, Any, None]) -> None:
 
 
 async def _call_back(worker: Worker, asking: asyncio.Task[Answer]) -> None:
-    """Have the worker drop the question; one that does not in time is ended."""
-    if not (worker.interrupt() and await _is_done(asking, PATIENCE_S)):
+    """Wait a moment for the answer; a worker whose answer does not come in time is ended, and starts anew.
+
+    Not stopped half-way and kept: what it remembers of earlier plans could be left half made.
+    """
+    if not await _is_done(asking, PATIENCE_S):
         await _give_up(worker, asking)
+        await worker.start()
 
 
 async def _is_done(asking: asyncio.Task[Answer], seconds: float) -> bool:

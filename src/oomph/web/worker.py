@@ -17,7 +17,6 @@ import msgspec
 LENGTH = struct.Struct("<Q")
 WORTH_PACKING_BYTES = 4096
 HALVES = ("plan, asked", "plan, other")  # what two workers make of one question
-OVERTAKEN = 499  # the status of an answer that nobody hears
 MAX_MEMORY_BYTES = 16 * 2**30  # of address space: an absurd question must not fill the machine
 
 
@@ -35,39 +34,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         return gzip.decompress(self.body) if self.packed else self.body
 
 
-class OvertakenError(BaseException):
-    """Nobody waits for this answer any more. Not an `Exception`: no handler in between may take it for its own."""
-
-
-class Desk:
-    """Whether a question is being worked on, and the signal that says it need not be."""
-
-    SIGNAL = getattr(signal, "SIGUSR1", None)  # Windows has none: there the work is done to its end
-
-    def __init__(self) -> None:
-        self._working = False
-        if self.SIGNAL is not None:
-            signal.signal(self.SIGNAL, self._interrupt)
-        from oomph.web.answers import answer
-
-        self._answer = answer
-
-    def _interrupt(self, *_: object) -> None:
-        if self._working:  # a signal that comes too late must not hit the next question
-            self._working = False
-            raise OvertakenError
-
-    def work(self, verb: str, body: bytes, runs_folder: str) -> Answer:
-        """The answer, or an empty one where it was interrupted."""
-        try:
-            self._working = True
-            found = pack(*self._answer(verb, body, runs_folder), whole=verb not in HALVES)
-            self._working = False
-        except OvertakenError:
-            return Answer(OVERTAKEN, b"")
-        return found
-
-
 def main() -> int:
     """Answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle, which then closes our input
@@ -81,10 +47,12 @@ def main() -> int:
 
 def serve(questions: BinaryIO, answers: BinaryIO, runs_folder: str) -> None:
     """The loop."""
-    desk = Desk()
+    from oomph.web.answers import answer
+
     while len(head := questions.read(LENGTH.size)) == LENGTH.size:
         verb, body = msgspec.msgpack.decode(questions.read(*LENGTH.unpack(head)), type=tuple[str, bytes])
-        reply = msgspec.msgpack.encode(desk.work(verb, body, runs_folder))
+        found = pack(*answer(verb, body, runs_folder), whole=verb not in HALVES)
+        reply = msgspec.msgpack.encode(found)
         answers.write(LENGTH.pack(len(reply)) + reply)
         answers.flush()
 
