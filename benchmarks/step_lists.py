@@ -18,6 +18,7 @@ from oomph.config.schema import TrainConfig
 
 LAYERS = (12, 24, 48, 96)
 GOALS_S = {"eager trace": 3.0, "compiled trace": 20.0, "arithmetic and folds": 0.020}
+SIZES = itertools.count(16)
 KEYS: dict[str, Any] = {"batch_size": 16, "block_size": 1024, "dtype": "bfloat16"}
 
 
@@ -36,9 +37,8 @@ def arithmetic(layers: int, compile_: bool) -> Callable[[], object]:
 
     Of another batch size each time, for a plan that is asked for again is partly remembered.
     """
-    sizes = itertools.count(16)
     keys = KEYS | {"n_layer": layers, "compile": compile_}
-    return lambda: oomph.plan(keys | {"batch_size": next(sizes)}, "RTX 4090")
+    return lambda: oomph.plan(keys | {"batch_size": next(SIZES)}, "RTX 4090")
 
 
 def traces() -> dict[str, Callable[[], object]]:
