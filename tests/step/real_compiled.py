@@ -1,8 +1,9 @@
-"""What torch.compile really takes on this CPU."""
+"""What torch.compile plans for a small GPT, and what it really takes on this CPU."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,61 @@ from torch.profiler import ProfilerActivity, profile
 from trace_gpt import Gpt
 
 from oomph.config import TrainConfig
+from oomph.predict.memory import rounded
+from oomph.step.compiled import compiled
+from oomph.step.ops import Buffer, Step
+
+
+def config(**keys: Any) -> TrainConfig:
+    given: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "return_logits": True,
+        "loss_chunk": 0,
+        "optimizer_loop": "fused",
+        "gradient_accumulation_steps": 3,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 64,
+        "vocab_size": 512,
+        "block_size": 64,
+        "batch_size": 4,
+    }
+    return TrainConfig(**(given | keys))
+
+
+def planned(settings: TrainConfig, cuda: bool = True, first: bool = False, evaluation: bool = True) -> Step:
+    """Inductor's plan."""
+    batch = torch.zeros(settings.batch_size, settings.block_size, dtype=torch.long)
+    return compiled(
+        lambda: Gpt(settings),
+        (batch, batch.clone()),
+        dtype=str(settings.dtype),
+        autocast=settings.autocast,
+        cuda=cuda,
+        attention=settings.attention,
+        optimizer=settings.optimizer,
+        optimizer_loop=str(settings.optimizer_loop),
+        accumulation=settings.gradient_accumulation_steps,
+        first=first,
+        torch_version=settings.torch_version,
+        evaluation=evaluation,
+    )
+
+
+def peaks(step: Step, rounding_bytes: int = 512) -> dict[str, int]:
+    """The fullest moment of each training section."""
+
+    def size(buffers: Iterable[Buffer]) -> int:
+        return sum(rounded(buffer.bytes, rounding_bytes) for buffer in buffers)
+
+    found: dict[str, int] = {}
+    live = size(step.resident)
+    for section in step.sections:
+        for op in section.ops:
+            live += size(op.allocates)
+            found[section.name] = max(found.get(section.name, 0), live)
+            live -= size(op.frees)
+    return {name: most for name, most in found.items() if not name.startswith("evaluation")}
 
 
 def measured_rise(settings: TrainConfig) -> int:

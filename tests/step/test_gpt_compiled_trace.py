@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
-from real_compiled import measured_rise
+from real_compiled import config, measured_rise, peaks, planned
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from trace_gpt import Gpt
 
 from oomph.config.schema import TrainConfig
-from oomph.predict.memory import find_peak, rounded
+from oomph.predict.memory import find_peak
 from oomph.step import gpt_compiled
 from oomph.step.compiled import compiled
 from oomph.step.ops import Buffer, Kernel, Kind, Phase, Step
@@ -23,61 +23,9 @@ from oomph.step.ops import Buffer, Kernel, Kind, Phase, Step
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 
 
-def config(**keys: Any) -> TrainConfig:
-    given: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "return_logits": True,
-        "loss_chunk": 0,
-        "optimizer_loop": "fused",
-        "gradient_accumulation_steps": 3,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 64,
-        "vocab_size": 512,
-        "block_size": 64,
-        "batch_size": 4,
-    }
-    return TrainConfig(**(given | keys))
-
-
-def planned(settings: TrainConfig, cuda: bool = True, first: bool = False, evaluation: bool = True) -> Step:
-    """Inductor's plan."""
-    batch = torch.zeros(settings.batch_size, settings.block_size, dtype=torch.long)
-    return compiled(
-        lambda: Gpt(settings),
-        (batch, batch.clone()),
-        dtype=str(settings.dtype),
-        autocast=settings.autocast,
-        cuda=cuda,
-        attention=settings.attention,
-        optimizer=settings.optimizer,
-        optimizer_loop=str(settings.optimizer_loop),
-        accumulation=settings.gradient_accumulation_steps,
-        first=first,
-        torch_version=settings.torch_version,
-        evaluation=evaluation,
-    )
-
-
 def built(settings: TrainConfig, cuda: bool = True, first: bool = False) -> Step:
     """The arithmetic, with as many threads as torch has here."""
     return gpt_compiled.build(settings, cuda, first, threads=torch.get_num_threads())
-
-
-def peaks(step: Step, rounding_bytes: int = 512) -> dict[str, int]:
-    """The fullest moment of each training section."""
-
-    def size(buffers: Iterable[Buffer]) -> int:
-        return sum(rounded(buffer.bytes, rounding_bytes) for buffer in buffers)
-
-    found: dict[str, int] = {}
-    live = size(step.resident)
-    for section in step.sections:
-        for op in section.ops:
-            live += size(op.allocates)
-            found[section.name] = max(found.get(section.name, 0), live)
-            live -= size(op.frees)
-    return {name: most for name, most in found.items() if not name.startswith("evaluation")}
 
 
 def assert_agrees(settings: TrainConfig, cuda: bool = True, first: bool = False, evaluation: bool = True) -> None:

@@ -88,11 +88,9 @@ def measure(with_bf16: bool, budget_s: float = 0.2) -> dict[str, float | None]:
 
 
 def _process_mib() -> tuple[float | None, float | None]:
-    """A trainer with what a step's operators load on first use; and what making a torch.optim optimizer adds."""
+    """Python and torch with what a step's operators load on first use; and what making a torch.optim optimizer adds."""
     import torch
     from torch.nn import functional
-
-    import oomph.training.trainer  # noqa: F401
 
     tokens, heads = torch.zeros(16, dtype=torch.int64), torch.randn(1, 2, 8, 8, requires_grad=True)
     attended = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).flatten(0, 2)

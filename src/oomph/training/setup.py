@@ -9,6 +9,7 @@ import torch
 
 from oomph import config as configs
 from oomph.config import LoadedConfig
+from oomph.config.refused import refused
 from oomph.devices import Device, calibrated, detect
 from oomph.errors import InputError, Problem
 from oomph.training.distributed import Ranks
@@ -46,7 +47,7 @@ def prepare(loaded: LoadedConfig, ranks: Ranks, measure: bool = True) -> Setup:
         loaded.notes,
         loaded.files,
     )
-    problems = configs.validate(merged.config, sources) + _impossible(merged) + _no_backend(merged, ranks)
+    problems = configs.validate(merged.config, sources) + refused(merged, on_cpu) + _no_backend(merged, ranks)
     if problems:
         raise InputError(problems)
     hardware = calibrated(detect(kind, measure))
@@ -76,24 +77,6 @@ def _choose_device(loaded: LoadedConfig) -> tuple[str, str]:
 
 def _torch_version() -> str:
     return str(torch.__version__).partition("+")[0].partition("a")[0].partition("rc")[0]
-
-
-def _impossible(loaded: LoadedConfig) -> list[Problem]:
-    config, sources = loaded.config, loaded.sources
-    problems = []
-    if config.return_logits:
-        problems.append(
-            Problem(
-                sources["return_logits"],
-                "oomph train never returns logits",
-                found="True",
-                allowed="return_logits = False",
-            )
-        )
-    if config.dtype == "float16" and not config.autocast:
-        what = "float16 weights cannot be trained: their gradients underflow"
-        problems.append(Problem(sources["dtype"], what, allowed="autocast = True, or dtype = 'bfloat16'"))
-    return problems
 
 
 def _no_backend(loaded: LoadedConfig, ranks: Ranks) -> list[Problem]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from oomph.planner import Plan
-from oomph.predict.memory import CUDA_ROUNDING_BYTES, Peak, rounded
+from oomph.predict.memory import CUDA_ROUNDING_BYTES, Peak
 from oomph.report.timeline import step_with
 from oomph.step.ops import Kind, Op, Step
 from oomph.units import mib
@@ -66,42 +65,29 @@ Point = tuple[int, int, Op, list[int]]  # operation, bytes after rounding, the o
 
 
 def _points(step: Step, rounding: int) -> list[Point]:
-    """The fullest operation of each bucket; the first of several equal ones, as a peak is."""
-    chosen = _fullest(step, rounding)
+    """In one pass, the fullest operation of each bucket; the first of several equal ones, as a peak is."""
+    length = sum(len(section.ops) for section in step.sections)
     now = dict.fromkeys(Kind, 0)
+    total = 0
     for buffer in step.resident:
         now[buffer.kind] += buffer.bytes
+        total += -(-buffer.bytes // rounding) * rounding
     points: list[Point] = []
-    wanted = iter([*chosen, (-1, 0)])
-    place, total = next(wanted)
-    at = 0
+    at, bucket, fullest = 0, -1, -1
     for section in step.sections:
         for op in section.ops:
             for buffer in op.allocates:
                 now[buffer.kind] += buffer.bytes
-            if at == place:
+                total += -(-buffer.bytes // rounding) * rounding
+            here = at if length <= POINTS else at * POINTS // length
+            if here != bucket:
+                bucket, fullest = here, total
                 points.append((at, total, op, list(now.values())))
-                place, total = next(wanted)
+            elif total > fullest:
+                fullest = total
+                points[-1] = (at, total, op, list(now.values()))
             for buffer in op.frees:
                 now[buffer.kind] -= buffer.bytes
+                total -= -(-buffer.bytes // rounding) * rounding
             at += 1
     return points
-
-
-def _fullest(step: Step, rounding: int) -> list[tuple[int, int]]:
-    """The operations to draw, and what is allocated while each runs, after rounding."""
-    totals: list[int] = []
-    total = sum(rounded(buffer.bytes, rounding) for buffer in step.resident)
-    for section in step.sections:
-        for op in section.ops:
-            for buffer in op.allocates:
-                total += -(-buffer.bytes // rounding) * rounding
-            totals.append(total)
-            for buffer in op.frees:
-                total -= -(-buffer.bytes // rounding) * rounding
-    length = len(totals)
-    if length <= POINTS:
-        return list(enumerate(totals))
-    edges = [-(-bucket * length // POINTS) for bucket in range(POINTS + 1)]
-    places = [totals.index(max(totals[start:end]), start) for start, end in pairwise(edges)]
-    return [(at, totals[at]) for at in places]
