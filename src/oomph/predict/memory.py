@@ -10,11 +10,13 @@ from oomph.step.ops import Buffer, Kind, Op, Section, Step
 
 CUDA_ROUNDING_BYTES = 512  # kMinBlockSize in PyTorch's c10/core/AllocatorConfig.h
 
+Moment = tuple[int, int, int]  # an operation: the places of its step, of its section in that, of itself in that
+
 
 class Peak(msgspec.Struct, frozen=True):
     """The fullest moment, and every buffer alive in it, the largest first."""
 
-    allocated_bytes: int  # each buffer rounded up; the caching allocator may add the tail of a block it does not split
+    allocated_bytes: int  # each buffer rounded up; by the caching allocator, with the tails of blocks it does not split
     section: Section
     op: Op
     live: tuple[Buffer, ...]
@@ -42,10 +44,17 @@ def find_peak(steps: Step | Sequence[Step], rounding_bytes: int = CUDA_ROUNDING_
     each = (steps,) if isinstance(steps, Step) else steps
     moments = [find_moment(step, rounding_bytes) for step in each]
     at = max(range(len(each)), key=lambda index: moments[index][0])
-    step, (peak_bytes, section_index, op_index) = each[at], moments[at]
+    peak_bytes, section_index, op_index = moments[at]
+    return peak_at(each, (at, section_index, op_index), peak_bytes)
+
+
+def peak_at(steps: Sequence[Step], moment: Moment, allocated_bytes: int) -> Peak:
+    """The peak that was found at a moment, and who holds it."""
+    step_index, section_index, op_index = moment
+    step = steps[step_index]
     section = step.sections[section_index]
     live = sorted(_live_at(step, section_index, op_index), key=lambda buffer: -buffer.bytes)
-    return Peak(peak_bytes, section, section.ops[op_index], tuple(live))
+    return Peak(allocated_bytes, section, section.ops[op_index], tuple(live))
 
 
 def find_moment(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> tuple[int, int, int]:
