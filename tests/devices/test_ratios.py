@@ -14,7 +14,7 @@ from oomph.devices import calibrated, ratios
 from oomph.devices.ratios import Ratios
 
 CARD = oomph.find_gpu("RTX 4070")
-FOUND = Ratios(date="2026-11-16", of="12 layers × 768", torch="2.13.0", time=1.07, context_mib=300.0, watts=171.0)
+FOUND = Ratios(date="2026-11-16", of="12 layers × 768", torch="2.13.0", compiled=1.07, context_mib=300.0, watts=171.0)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,9 @@ def test_a_later_plan_uses_what_was_measured_and_says_when() -> None:
     assert after.memory.context_mib == 300
     assert after.memory.allocated_mib == before.memory.allocated_mib
     assert after.energy.watts == 171
-    assert any("2026-11-16" in note and "time × 1.07" in note and "oomph check" in note for note in after.notes)
+    assert any(
+        "2026-11-16" in note and "compiled steps × 1.07" in note and "oomph check" in note for note in after.notes
+    )
 
 
 def test_what_an_optimizer_imports_stays_apart_from_what_was_measured() -> None:
@@ -56,9 +58,9 @@ def test_saving_again_replaces_one_device_and_keeps_the_others() -> None:
     other = oomph.find_gpu("RTX 4090")
     ratios.save(CARD, FOUND)
     ratios.save(other, FOUND)
-    path = ratios.save(CARD, Ratios(date="2026-11-17", of="gpt2", torch="2.13.0", time=0.9))
+    path = ratios.save(CARD, Ratios(date="2026-11-17", of="gpt2", torch="2.13.0", compiled=0.9))
     assert ratios.load()[other.name] == FOUND
-    assert ratios.load()[CARD.name].time == 0.9
+    assert ratios.load()[CARD.name].compiled == 0.9
     assert [file.name for file in path.parent.iterdir()] == ["ratios.json"]
 
 
@@ -77,7 +79,7 @@ def test_a_damaged_file_is_a_note_in_a_plan_and_an_error_for_who_would_add_to_it
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-@given(st.builds(Ratios, st.text(), st.text(), st.text(), *3 * [st.none() | st.floats(allow_nan=False)]))
+@given(st.builds(Ratios, st.text(), st.text(), st.text(), *4 * [st.none() | st.floats(allow_nan=False)]))
 def test_whatever_was_kept_a_plan_stays_a_plan(found: Ratios) -> None:
     ratios.save(CARD, found)
     time = oomph.plan("gpt2", "RTX 4070").time
@@ -90,5 +92,17 @@ def test_a_cpu_with_other_threads_is_another_device() -> None:
     sizes = {"memory_mib": 1, "usable_mib": 1, "context_mib": 0}
     one, two = (oomph.Device(**known, **sizes, threads=threads) for threads in (1, 2))  # type: ignore[arg-type]
     ratios.save(two, FOUND)
-    assert calibrated(two).time_ratio == 1.07
+    assert calibrated(two).compiled_ratio == 1.07
     assert calibrated(one) == one
+
+
+def test_eager_and_compiled_steps_are_kept_apart() -> None:
+    ratios.save(CARD, FOUND)
+    assert (calibrated(CARD).eager_ratio, calibrated(CARD).compiled_ratio) == (1.07, 1.07)
+    ratios.save(CARD, Ratios(date="2026-11-17", of="gpt2", torch="2.13.0", eager=0.8))
+    assert (calibrated(CARD).eager_ratio, calibrated(CARD).compiled_ratio) == (0.8, 1.07)
+    eager, compiled = (oomph.plan({"compile": compiled}, calibrated(CARD)).time for compiled in (False, True))
+    plain = [oomph.plan({"compile": compiled}, CARD).time for compiled in (False, True)]
+    assert eager is not None and compiled is not None and plain[0] is not None and plain[1] is not None
+    assert eager.step_ms == pytest.approx(0.8 * plain[0].step_ms)
+    assert compiled.step_ms == pytest.approx(1.07 * plain[1].step_ms)

@@ -205,20 +205,22 @@ class _Checking:
 
     def _ratios(self, predicted: Figures, measured: Figures) -> Ratios | None:
         """What a later plan for this device can use."""
-        time_ratio = measured.step_ms / predicted.step_ms if measured.step_ms and predicted.step_ms else None
+        ratio = measured.step_ms / predicted.step_ms if measured.step_ms and predicted.step_ms else None
         tensors = predicted.allocated_mib if self.on_cpu else predicted.reserved_mib
         beside_mib = measured.process_mib - tensors if measured.process_mib and tensors else None
         if beside_mib is not None:  # what one program's optimizer imports is not the other's
             device = self.plan.device
             beside_mib -= with_optimizer(device, self.config).context_mib - device.context_mib
-        if time_ratio is not None and not LOWEST <= time_ratio <= HIGHEST:
-            return None
-        how = "compiled" if self.config.compile else "eager"
+        if ratio is not None and not LOWEST <= ratio <= HIGHEST:
+            ratio = None  # something else than the device held the steps up, or the prediction is wrong
+        compiled = self.config.compile
+        how = "compiled" if compiled else "eager"
         return Ratios(
             date=date.today().isoformat(),
             of=f"{self.plan.program}, {self.config.n_layer} layers × {self.config.n_embd}, {how}, {self.config.dtype}",
             torch=self.config.torch_version,
-            time=time_ratio,
+            eager=None if compiled else ratio,
+            compiled=ratio if compiled else None,
             context_mib=max(0.0, beside_mib) if beside_mib is not None else None,
             watts=measured.watts,
         )

@@ -52,10 +52,13 @@ def run(argv: list[str]) -> int:
 
 def _save(result: Check) -> None:
     if result.ratios is None:
-        print("nothing was kept: the run did not end well, or its times are not the machine's own", file=sys.stderr)
+        why = "the run did not end well" if result.failure else "other programs had the CPU"
+        print(f"nothing was kept: {why}", file=sys.stderr)
         return
     path = ratios.save(result.plan.device, result.ratios)
     print(f"kept in {path}: later plans for {result.plan.device.name} use it", file=sys.stderr)
+    if result.ratios.eager is None and result.ratios.compiled is None:
+        print("the steps' time was not kept: it is too far from the prediction to be the device's", file=sys.stderr)
 
 
 class _Line:

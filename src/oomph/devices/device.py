@@ -67,7 +67,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     gemm_tflops_high: float | None = None
     watts: float | None = None  # board power (TDP)
     drawn_watts: float | None = None  # in training, where `oomph check --save` measured it
-    time_ratio: float = 1.0  # a measured step over the predicted one, where `oomph check --save` found it
+    eager_ratio: float = 1.0  # a measured step over the predicted one, where `oomph check --save` found it
+    compiled_ratio: float = 1.0  # the same under torch.compile
     usd_per_hour_low: float | None = None  # on demand, cheapest provider
     usd_per_hour_high: float | None = None  # on demand, dearest provider
     has_bf16: bool  # in hardware

@@ -23,7 +23,8 @@ class Ratios(msgspec.Struct, frozen=True, omit_defaults=True):
     date: str  # 2026-11-16
     of: str  # what ran
     torch: str
-    time: float | None = None  # measured step over predicted step
+    eager: float | None = None  # measured step over predicted step
+    compiled: float | None = None  # the same under torch.compile
     context_mib: float | None = None  # what the process took beyond its predicted tensors and its optimizer's imports
     watts: float | None = None  # the card's draw
 
@@ -57,10 +58,16 @@ def load() -> dict[str, Ratios]:
 
 
 def save(device: Device, ratios: Ratios) -> Path:
-    """Keep the device's ratios in place of earlier ones; where they are kept. Raises `InputError` where it cannot."""
+    """Keep the device's ratios in place of earlier ones; where they are kept. Raises `InputError` where it cannot.
+
+    An eager run says nothing of a compiled one: the ratio of the kind that did not run stays as it was.
+    """
     from oomph.files import write_whole
 
     path, kept = ratios_file(), load()
+    if (earlier := kept.get(_key(device))) is not None:
+        eager, compiled = ratios.eager or earlier.eager, ratios.compiled or earlier.compiled
+        ratios = replace(ratios, eager=eager, compiled=compiled)
     kept[_key(device)] = ratios
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +78,10 @@ def save(device: Device, ratios: Ratios) -> Path:
 
 
 def calibrated(device: Device) -> Device:
-    """The device as it was measured here, with a note that says so; unchanged where nobody measured it."""
+    """The device as it was measured here, with a note that says so; unchanged where nobody measured it.
+
+    Where only eager steps were measured, or only compiled ones, the others are taken to be as far off.
+    """
     if os.environ.get(PLAN_WITHOUT, "") == "0":
         return device
     try:
@@ -80,8 +90,12 @@ def calibrated(device: Device) -> Device:
         return replace(device, notes=(*device.notes, f"Planned without measured ratios: {error.problems[0]}"))
     if ratios is None:
         return device
-    changes: dict[str, object] = {"time_ratio": ratios.time or 1.0, "drawn_watts": ratios.watts}
-    said = [f"time × {ratios.time:.2f}"] if ratios.time else []
+    eager, compiled = ratios.eager or ratios.compiled or 1.0, ratios.compiled or ratios.eager or 1.0
+    changes: dict[str, object] = {
+        "eager_ratio": eager, "compiled_ratio": compiled, "drawn_watts": ratios.watts
+    }  # fmt: skip
+    times = {"eager": ratios.eager, "compiled": ratios.compiled}
+    said = [f"{how} steps × {ratio:.2f}" for how, ratio in times.items() if ratio]
     if ratios.context_mib is not None:
         changes["context_mib"] = round(ratios.context_mib)
         said.append(f"{ratios.context_mib:,.0f} MiB beside the tensors")
@@ -101,9 +115,9 @@ def _key(device: Device) -> str:
 
 def _sound(ratios: Ratios) -> bool:
     """Whether the figures can be: a file that somebody edited must not make a plan of nothing."""
-    time_is = ratios.time is None or LOWEST <= ratios.time <= HIGHEST
+    times_are = all(ratio is None or LOWEST <= ratio <= HIGHEST for ratio in (ratios.eager, ratios.compiled))
     context_is = ratios.context_mib is None or 0 <= ratios.context_mib < 2**20
-    return time_is and context_is and (ratios.watts is None or 0 < ratios.watts < 1e5)
+    return times_are and context_is and (ratios.watts is None or 0 < ratios.watts < 1e5)
 
 
 def _damaged(path: Path, found: str) -> Problem:

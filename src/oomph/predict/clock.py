@@ -150,4 +150,5 @@ def _run(works: list[_Work], config: TrainConfig, device: Device, program: Progr
             eval_s = seconds  # the last of them: a later batch, not the first
         else:
             step_s += work.times * seconds
-    return Seconds(step_s * device.time_ratio, eval_s * device.time_ratio)
+    ratio = device.compiled_ratio if config.compile else device.eager_ratio
+    return Seconds(step_s * ratio, eval_s * ratio)
