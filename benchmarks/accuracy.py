@@ -29,7 +29,8 @@ What stands out, and what is known of it:
 
 - RTX 6000 Ada: the same chip as the RTX 4090 with about twice its tensor rate, and in this sweep no faster. It is the
   one card that got slower with a larger batch. Its 278 TFLOPS were measured once, in a short run; a board of 300 W for
-  142 multiprocessors that runs hot in a server falls far below. We know of no physics that would predict how far.
+  142 multiprocessors falls below as it gets hot, in float32 to 0.70 of its best on another machine. That much is in the
+  catalogue, for it and its siblings; this one fell further.
 - H100 NVL: the same chip as the H100 PCIe, with 50 W more and nearly twice the bandwidth, and in this sweep slower. The
   prediction does not follow; this host held its card back.
 - RTX 4090 (TYLER-01b): two cards that exchange their gradients over PCIe, which the clock does not count.

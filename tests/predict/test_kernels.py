@@ -67,9 +67,17 @@ def test_a_board_with_little_power_may_fall_far_and_one_with_enough_does_not() -
 
 
 def test_one_measurement_is_not_taken_for_the_highest_of_many() -> None:
-    card = oomph.find_gpu("RTX 6000 Ada")
+    card = oomph.find_gpu("RTX 4000 Ada")
     assert card.gemm_tflops_low == card.gemm_tflops_high
     assert half_ratio(card, LIKELY) < (card.gemm_tflops_low or 0) / (card.tflops_fp16 or 1) <= half_ratio(card, BEST)
+
+
+@pytest.mark.parametrize("name", ["L4", "L40", "RTX 6000 Ada"])
+def test_a_board_with_little_power_holds_the_lowest_rate_that_was_measured(name: str) -> None:
+    card = oomph.find_gpu(name)
+    assert (card.gemm_tflops_low or 0) < 0.75 * (card.gemm_tflops_high or 0)
+    assert half_ratio(card, LIKELY) == pytest.approx((card.gemm_tflops_low or 0) / (card.tflops_fp16 or 1))
+    assert half_ratio(card, WORST) < half_ratio(card, LIKELY) < half_ratio(card, BEST)
 
 
 def test_an_odd_extent_is_slower_than_an_even_one_and_that_slower_than_a_multiple_of_eight() -> None:

@@ -38,7 +38,7 @@ class Assumptions(msgspec.Struct, frozen=True):
 # 1.07, 5070 1.0 to 1.09; A4000 0.84, A100 0.83, H100 0.81, L40S 0.72): GeForce boards run above their rated clock (1.05
 # in the mean of those measured), the others against their power limit. Where the card itself was
 # measured, published figures are the best of many sizes in a short run; a board at its power limit holds the lowest
-# of them through a day of training. Throttling: boards of one kind differ by as much between machines (L4 66 to 91
+# of them through a day of training. Throttling: boards of one kind differ by as much between machines (L4 53 to 91
 # TFLOPS, T4 25 to 43). Bandwidth: copy kernels reach 0.86 to 0.93 of the rated figure on GDDR6X and HBM alike; but
 # bytes in flight are bandwidth times latency, and a multiprocessor holds only so many: 32 KiB of plain loads reach 6.6
 # of a B200's 8 TB/s (SemiAnalysis, "Dissecting Nvidia Blackwell", 2026), what torch.compile writes holds fewer and
