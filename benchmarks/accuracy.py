@@ -1,7 +1,7 @@
 """Predictions against published measurements on real GPUs.
 
     .venv/bin/python benchmarks/accuracy.py            memory, and the verdicts "fits" and "does not"
-    .venv/bin/python benchmarks/accuracy.py --time     step times
+    .venv/bin/python benchmarks/accuracy.py --time     step times, and matrix products by their size
     .venv/bin/python benchmarks/accuracy.py --write    both, into docs/accuracy.md
 
 Rows stand in published.csv with their sources. One set of constants for all of them, chosen from sources but with these
@@ -107,6 +107,38 @@ def verdicts(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+ABOUT_PRODUCTS = """\
+Square bfloat16 products of the size above, as a share of the card's best (issues of
+github.com/zzc0721/torch-performance-test-data, by number), and the same share by the clock's tiles and waves. Nothing
+in the clock was made from these. At 1024 the measurement is of the host as much as of the card.\
+"""
+
+
+def products() -> str:
+    """How much of its full rate a card reaches in small and large products, measured and predicted."""
+    from oomph.predict.kernels import LIKELY, Program, flops_per_s, gemm_seconds
+
+    program = Program(allow_tf32=True, attention_slowdown=1.0, pads=False)
+    with (HERE / "published_products.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    sizes = [name for name in rows[0] if name.isdigit()]
+    lines = [f"| device | issue | {' | '.join(sizes)} |", "|---|---|" + "---:|" * len(sizes)]
+    errors: dict[str, list[float]] = {size: [] for size in sizes}
+    for row in rows:
+        device = oomph.find_gpu(row["device"])
+        best = max(float(row[size]) for size in sizes)
+        cells = []
+        for size in sizes:
+            seconds = gemm_seconds((1, *3 * (int(size),)), "bfloat16", device, program, LIKELY) + LIKELY.kernel_gap_s
+            share = 2 * int(size) ** 3 / seconds / flops_per_s(device, "bfloat16", LIKELY, allow_tf32=True)
+            measured = float(row[size]) / best
+            errors[size].append(share / measured - 1)
+            cells.append(f"{measured:.2f}, {share:.2f}")
+        lines.append(f"| {row['device']} | {row['issue']} | {' | '.join(cells)} |")
+    middle = [f"{100 * median(errors[size]):+.0f} %" for size in sizes]
+    return "\n".join([*lines, f"| median error | | {' | '.join(middle)} |"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--time", action="store_true", help="step times instead of memory")
@@ -130,11 +162,14 @@ def main() -> None:
         )
         memory = table(outcomes(memory_rows, time=False), "MiB")
         time = table(outcomes(time_rows, time=True), "ms a step")
-        parts = (head, "## Memory", memory, "## Does it fit?", verdicts(fit_rows), "## Time", time, ABOUT_TIME)
+        parts = (
+            head, "## Memory", memory, "## Does it fit?", verdicts(fit_rows), "## Time", time, ABOUT_TIME,
+            "## Matrix products by size: measured, predicted", products(), ABOUT_PRODUCTS,
+        )  # fmt: skip
         DOCS.write_text("\n\n".join(parts) + "\n")
         print(f"wrote {DOCS.relative_to(HERE.parent)}")
     elif options.time:
-        print(table(outcomes(time_rows, time=True), "ms a step"))
+        print(table(outcomes(time_rows, time=True), "ms a step"), products(), sep="\n\n")
     else:
         print(table(outcomes(memory_rows, time=False), "MiB"), verdicts(fit_rows), sep="\n\n")
 
