@@ -117,3 +117,11 @@ def test_nanogpt_cuts_its_batches_on_the_host_and_oomph_in_a_thread_beside_it() 
     assert host_seconds(0, True, ours, card, LIKELY) == 0
     assert host_seconds(0, True, nanogpt, card, LIKELY) == pytest.approx(2 * CONFIG.batch_size * LIKELY.sample_host_s)
     assert host_seconds(0, False, nanogpt, card, LIKELY) == 0
+
+
+def test_a_board_with_little_power_that_nobody_measured_is_taken_to_be_slower_than_one_with_enough() -> None:
+    starved, fed = oomph.find_gpu("RTX 5000 Ada"), oomph.find_gpu("RTX A5500")
+    assert starved.gemm_tflops_low is fed.gemm_tflops_low is None
+    for assume in (BEST, LIKELY, WORST):
+        assert half_ratio(starved, assume) < half_ratio(fed, assume)
+        assert half_ratio(oomph.find_gpu("RTX 4090 Laptop"), assume) == half_ratio(fed, assume)

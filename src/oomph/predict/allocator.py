@@ -8,7 +8,6 @@ import msgspec
 
 from oomph.predict.allocator_blocks import Block
 from oomph.predict.allocator_caching import CachingAllocator, OutOfMemoryError, Shortage
-from oomph.predict.memory import Moment
 from oomph.step.ops import Buffer, Op, Section, Step
 
 __all__ = ["CachingAllocator", "OutOfMemoryError", "Place", "Reserved", "Shortage", "hand_over", "reserve"]
@@ -35,7 +34,6 @@ class Reserved(msgspec.Struct, frozen=True):
     peak_reserved_at: Place  # where the reserved memory first reached its peak
     allocated_at_peak_bytes: int  # allocated while that operation ran; the rest of the peak is cache
     peak_allocated_bytes: int  # torch.cuda.max_memory_allocated
-    peak_allocated_at: Moment  # the operation in which it was first so much
     reserved_bytes: int  # at the end
     allocated_bytes: int  # at the end
     largest_free_block_bytes: int  # at the end
@@ -55,8 +53,8 @@ def reserve(
     """Run the steps one after another through one allocator that may reserve `capacity_bytes` in all."""
     fold = _Fold(CachingAllocator(capacity_bytes, expandable_segments))
     try:
-        for index, step in enumerate((steps,) if isinstance(steps, Step) else steps):
-            fold.run(step, index)
+        for step in (steps,) if isinstance(steps, Step) else steps:
+            fold.run(step)
     except OutOfMemoryError as full:
         return fold.result(full.shortage)
     return fold.result()
@@ -88,25 +86,19 @@ class _Fold:
         self.peak_reserved_bytes = 0
         self.peak_at: tuple[Section | None, Op | None] = (None, None)
         self.allocated_at_peak_bytes = 0
-        self.most_allocated_bytes = 0
-        self.most_allocated_at: Moment = (0, 0, 0)
         self.now: tuple[Section | None, Op | None, Buffer | None] = (None, None, None)
 
-    def run(self, step: Step, index: int) -> None:
+    def run(self, step: Step) -> None:
         self._begin(step.resident)
         allocator, live = self.allocator, self.live
         allocate, free = allocator.allocate, allocator.free
-        most_bytes = self.most_allocated_bytes
         section = op = buffer = None
         try:
-            for section_at, section in enumerate(step.sections):
-                for op_at, op in enumerate(section.ops):
+            for section in step.sections:
+                for op in section.ops:
                     if op.allocates:
                         for buffer in op.allocates:
                             live[buffer] = allocate(buffer.bytes)
-                        if allocator.peak_allocated_bytes > most_bytes:
-                            most_bytes = self.most_allocated_bytes = allocator.peak_allocated_bytes
-                            self.most_allocated_at = (index, section_at, op_at)
                         if allocator.peak_reserved_bytes > self.peak_reserved_bytes:
                             self._note_peak(section, op)
                     for buffer in op.frees:
@@ -141,7 +133,6 @@ class _Fold:
             peak_reserved_at=Place(*self.peak_at),
             allocated_at_peak_bytes=self.allocated_at_peak_bytes,
             peak_allocated_bytes=allocator.peak_allocated_bytes,
-            peak_allocated_at=self.most_allocated_at,
             reserved_bytes=allocator.reserved_bytes,
             allocated_bytes=allocator.allocated_bytes,
             largest_free_block_bytes=allocator.largest_free_block_bytes,

@@ -11,7 +11,7 @@ import msgspec
 from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict.allocator import reserve
-from oomph.predict.memory import Peak, find_peak, peak_at
+from oomph.predict.memory import CUDA_ROUNDING_BYTES, Peak, find_peak
 from oomph.step.ops import Step
 from oomph.units import MIB, mib
 
@@ -53,13 +53,12 @@ class Footprint(msgspec.Struct, frozen=True):
 
 def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserve_mib: float = 0.0) -> Footprint:
     """The memory of a process that runs these steps, the run's first ones, one after another."""
+    on_cpu = device.kind == "cpu"
+    peak = _peak(tuple(steps), 1 if on_cpu else CUDA_ROUNDING_BYTES)
     context_mib = device.context_mib or 0.0
     capacity_mib = device.usable_mib - reserve_mib if device.usable_mib is not None else None
     room_mib = None if capacity_mib is None else capacity_mib - context_mib
-    if device.kind == "cpu":
-        peak, held = _on_cpu(tuple(steps), room_mib)
-    else:
-        peak, held = _on_gpu(tuple(steps), config, room_mib)
+    held = _on_cpu(peak, room_mib) if on_cpu else _on_gpu(steps, config, room_mib)
     total_mib = context_mib + held.reserved_mib
     return Footprint(
         total_mib=total_mib,
@@ -78,6 +77,12 @@ def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserv
     )
 
 
+# On another card the same steps have the same peak, and take the same where there is room: they are told apart by
+# identity, so that a search which never asks twice loses nothing.
+_peak = lru_cache(maxsize=4)(find_peak)
+_roomy = lru_cache(maxsize=4)(reserve)
+
+
 def _breakdown(peak: Peak, allocated_mib: float) -> tuple[Part, ...]:
     """Shares of the peak; the last is what the allocator adds to what tensors ask for."""
     shares = [Part(name, mib(size)) for name, size in peak.by_kind().items()]
@@ -94,30 +99,20 @@ class _Held(msgspec.Struct, frozen=True):
     retries: int = 0
 
 
-def _on_cpu(steps: tuple[Step, ...], room_mib: float | None) -> tuple[Peak, _Held]:
-    """The CPU's allocator rounds nothing and keeps no cache."""
-    peak = find_peak(steps, rounding_bytes=1)
+def _on_cpu(peak: Peak, room_mib: float | None) -> _Held:
+    """The CPU's allocator keeps no cache."""
     allocated_mib = mib(peak.allocated_bytes)
-    return peak, _Held(allocated_mib, allocated_mib, None if room_mib is None else allocated_mib <= room_mib)
+    return _Held(allocated_mib, allocated_mib, None if room_mib is None else allocated_mib <= room_mib)
 
 
-def _on_gpu(steps: tuple[Step, ...], config: TrainConfig, room_mib: float | None) -> tuple[Peak, _Held]:
+def _on_gpu(steps: Sequence[Step], config: TrainConfig, room_mib: float | None) -> _Held:
     """First on a card with room; where that is too much, on this card, which gives cache back before it fails."""
-    peak, reserved_bytes = _roomy(steps, config.expandable_segments)
-    allocated_mib, reserved_mib = mib(peak.allocated_bytes), mib(reserved_bytes)
+    roomy = _roomy(tuple(steps), None, config.expandable_segments)
+    allocated_mib, reserved_mib = mib(roomy.peak_allocated_bytes), mib(roomy.peak_reserved_bytes)
     if room_mib is None or reserved_mib <= room_mib:
-        return peak, _Held(allocated_mib, reserved_mib, None if room_mib is None else True)
+        return _Held(allocated_mib, reserved_mib, None if room_mib is None else True)
     if 0 < allocated_mib <= room_mib:
         tight = reserve(steps, int(room_mib * MIB), config.expandable_segments)
         if tight.fits:
-            return peak, _Held(mib(tight.peak_allocated_bytes), mib(tight.peak_reserved_bytes), True, tight.retries)
-    return peak, _Held(allocated_mib, reserved_mib, False)
-
-
-# On another card the same steps take the same where there is room: they are told apart by identity, so that a search
-# which never asks twice loses nothing.
-@lru_cache(maxsize=4)
-def _roomy(steps: tuple[Step, ...], expandable_segments: bool) -> tuple[Peak, int]:
-    """The fullest moment on a card with room for everything, and the bytes that are reserved there at most."""
-    found = reserve(steps, None, expandable_segments)
-    return peak_at(steps, found.peak_allocated_at, found.peak_allocated_bytes), found.peak_reserved_bytes
+            return _Held(mib(tight.peak_allocated_bytes), mib(tight.peak_reserved_bytes), True, tight.retries)
+    return _Held(allocated_mib, reserved_mib, False)

@@ -19,7 +19,8 @@ class Assumptions(msgspec.Struct, frozen=True):
     """What is not known exactly: one set for the best, the likely and the worst case."""
 
     geforce_ratio: float  # measured matrix-product rate over rated peak, for cards nobody has measured
-    other_ratio: float
+    other_ratio: float  # of boards at their power limit, and of GeForce boards with little power
+    starved_ratio: float  # of others with little power
     measured: float  # where between the lowest (0) and the highest (1) measurement of the card itself
     limited: float  # the same for a board at its power limit
     throttling: float  # share of the rate that a board at its power limit loses in a hot case
@@ -36,7 +37,8 @@ class Assumptions(msgspec.Struct, frozen=True):
 
 # Sources. Ratios: measured over rated in the catalogue (GeForce RTX 3080 1.08, 3080 Ti 1.11 to 1.15, 4070 SUPER 1.02 to
 # 1.07, 5070 1.0 to 1.09; A4000 0.84, A100 0.83, H100 0.81, L40S 0.72): GeForce boards run above their rated clock (1.05
-# in the mean of those measured), the others against their power limit. Where the card itself was
+# in the mean of those measured), the others against their power limit; with little power (STARVED_WATTS) they hold 0.38
+# to 0.66 (T4, A10, L4, L40S, RTX 6000 Ada, A100 PCIe, L40). Where the card itself was
 # measured, published figures are the best of many sizes in a short run; a board at its power limit holds the lowest
 # of them through a day of training. Throttling: boards of one kind differ by as much between machines (L4 53 to 91
 # TFLOPS, T4 25 to 43). Bandwidth: copy kernels reach 0.86 to 0.93 of the rated figure on GDDR6X and HBM alike; but
@@ -49,16 +51,16 @@ class Assumptions(msgspec.Struct, frozen=True):
 # 2021), and a training step under autocast and autograd runs two or three for one kernel: small models at 18 ms a step
 # of 300 kernels (A800, torch 2.0) or 40 ms of 200 (nanoGPT pull request 392, a slow host). A slice of a numpy.memmap
 # made a tensor takes 15 to 60 µs.
-BEST = Assumptions(1.15, 0.86, 1.0, 1.0, 0.0, 0.94, 28e3, 0.5e-6, 1.0e-6, 6, 15e-6, 4e-6, 10e-6, 1.05)
-LIKELY = Assumptions(1.05, 0.80, 0.5, 0.0, 0.0, 0.90, 20e3, 1.5e-6, 1.5e-6, 8, 40e-6, 10e-6, 20e-6, 0.95)
-WORST = Assumptions(0.92, 0.65, -0.5, -0.5, 0.35, 0.80, 14e3, 3.0e-6, 3.0e-6, 12, 150e-6, 20e-6, 60e-6, 0.7)
+BEST = Assumptions(1.15, 0.86, 0.76, 1.0, 1.0, 0.0, 0.94, 28e3, 0.5e-6, 1.0e-6, 6, 15e-6, 4e-6, 10e-6, 1.05)
+LIKELY = Assumptions(1.05, 0.80, 0.52, 0.5, 0.0, 0.0, 0.90, 20e3, 1.5e-6, 1.5e-6, 8, 40e-6, 10e-6, 20e-6, 0.95)
+WORST = Assumptions(0.92, 0.65, 0.30, -0.5, -0.5, 0.35, 0.80, 14e3, 3.0e-6, 3.0e-6, 12, 150e-6, 20e-6, 60e-6, 0.7)
 # The first releases of torch.compile launched each kernel through layers of Python. Steps of small models took 80 to
 # 160 µs a kernel whatever the card: 22 ms for 160 (nanoGPT pull request 392), 22 and 40 ms for 250 (issue 178, request
 # 225; one of them slower compiled than another machine was eager). Two of these are rows of docs/accuracy.md.
 EARLY_COMPILED = 10.0
 MEASURED_SPREAD = 0.1  # of a card measured only once, taken as the width of the range
 POWER_LIMITED = 0.9  # a board that never reaches more of its rated peak in large products is at its power limit
-# Watts of board power a multiprocessor, below which it cannot hold its clock in matrix products: boards that can have
+# Watts of board power a multiprocessor, up to which it cannot hold its clock in matrix products: boards that can have
 # 2.8 and more (A100 PCIe, A6000 3.6, RTX 4090 3.5), those that swing with their cooling 1.2 to 2.5 (L4, T4, A10, L40S).
 STARVED_WATTS = 2.5
 # Of the rated peak that float32 products without tensor cores reach, by lanes a multiprocessor: where 128 share their
@@ -147,16 +149,25 @@ def flops_per_s(device: Device, dtype: str, assume: Assumptions, allow_tf32: boo
 
 def half_ratio(device: Device, assume: Assumptions) -> float:
     """Of the rated peak on tensor cores, what large products hold."""
+    starved = is_starved(device)
     if not (device.gemm_tflops_low and device.gemm_tflops_high and device.tflops_fp16):
-        return assume.geforce_ratio if device.name.startswith("GeForce") else assume.other_ratio
+        if device.name.startswith("GeForce"):
+            return assume.other_ratio if starved else assume.geforce_ratio
+        return assume.starved_ratio if starved else assume.other_ratio
     low, high = device.gemm_tflops_low / device.tflops_fp16, device.gemm_tflops_high / device.tflops_fp16
     if high < (1 + MEASURED_SPREAD) * low:  # measured once: as likely the highest of many as the lowest
         middle = (low + high) / 2
         low, high = middle * (1 - MEASURED_SPREAD / 2), middle * (1 + MEASURED_SPREAD / 2)
-    starved = device.watts is not None and device.sm_count and device.watts / device.sm_count < STARVED_WATTS
-    if high < POWER_LIMITED or (starved and device.kind == "cuda"):
+    if high < POWER_LIMITED or starved:
         return (low + (high - low) * assume.limited) * (1 - assume.throttling)
     return low + (high - low) * assume.measured
+
+
+def is_starved(device: Device) -> bool:
+    """Whether the board has too little power for its multiprocessors to hold their clock in matrix products."""
+    if device.kind != "cuda" or device.watts is None or not device.sm_count:
+        return False
+    return device.watts / device.sm_count <= STARVED_WATTS
 
 
 def gemm_seconds(shape: tuple[int, ...], dtype: str, device: Device, program: Program, assume: Assumptions) -> float:

@@ -10,13 +10,11 @@ from oomph.step.ops import Buffer, Kind, Op, Section, Step
 
 CUDA_ROUNDING_BYTES = 512  # kMinBlockSize in PyTorch's c10/core/AllocatorConfig.h
 
-Moment = tuple[int, int, int]  # an operation: the places of its step, of its section in that, of itself in that
-
 
 class Peak(msgspec.Struct, frozen=True):
     """The fullest moment, and every buffer alive in it, the largest first."""
 
-    allocated_bytes: int  # each buffer rounded up; by the caching allocator, with the tails of blocks it does not split
+    allocated_bytes: int  # each buffer rounded up; the caching allocator may add the tail of a block it does not split
     section: Section
     op: Op
     live: tuple[Buffer, ...]
@@ -35,7 +33,7 @@ class Peak(msgspec.Struct, frozen=True):
 
 
 def rounded(size_bytes: int, rounding_bytes: int) -> int:
-    """`size_bytes` as the allocator books it; nothing is allocated for an empty tensor."""
+    """`size_bytes` as the allocator books it, in multiples of a power of two; nothing for an empty tensor."""
     return -(-size_bytes // rounding_bytes) * rounding_bytes
 
 
@@ -44,31 +42,26 @@ def find_peak(steps: Step | Sequence[Step], rounding_bytes: int = CUDA_ROUNDING_
     each = (steps,) if isinstance(steps, Step) else steps
     moments = [find_moment(step, rounding_bytes) for step in each]
     at = max(range(len(each)), key=lambda index: moments[index][0])
-    peak_bytes, section_index, op_index = moments[at]
-    return peak_at(each, (at, section_index, op_index), peak_bytes)
-
-
-def peak_at(steps: Sequence[Step], moment: Moment, allocated_bytes: int) -> Peak:
-    """The peak that was found at a moment, and who holds it."""
-    step_index, section_index, op_index = moment
-    step = steps[step_index]
+    step, (peak_bytes, section_index, op_index) = each[at], moments[at]
     section = step.sections[section_index]
     live = sorted(_live_at(step, section_index, op_index), key=lambda buffer: -buffer.bytes)
-    return Peak(allocated_bytes, section, section.ops[op_index], tuple(live))
+    return Peak(peak_bytes, section, section.ops[op_index], tuple(live))
 
 
 def find_moment(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> tuple[int, int, int]:
     """The fullest moment alone: its bytes, and the places of its section and its operation."""
     live_bytes = sum(rounded(buffer.bytes, rounding_bytes) for buffer in step.resident)
-    peak_bytes, peak_at = -1, (0, 0)
+    peak_bytes, peak_at = live_bytes, (0, 0)
+    most, mask = rounding_bytes - 1, -rounding_bytes  # `rounded`, for this is asked of thousands of buffers
     for section_index, section in enumerate(step.sections):
         for op_index, op in enumerate(section.ops):
-            for buffer in op.allocates:
-                live_bytes += -(-buffer.bytes // rounding_bytes) * rounding_bytes
-            if live_bytes > peak_bytes:
-                peak_bytes, peak_at = live_bytes, (section_index, op_index)
+            if op.allocates:
+                for buffer in op.allocates:
+                    live_bytes += buffer.bytes + most & mask
+                if live_bytes > peak_bytes:
+                    peak_bytes, peak_at = live_bytes, (section_index, op_index)
             for buffer in op.frees:
-                live_bytes -= -(-buffer.bytes // rounding_bytes) * rounding_bytes
+                live_bytes -= buffer.bytes + most & mask
     return peak_bytes, *peak_at
 
 
