@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -218,6 +220,18 @@ def test_the_snapshot_is_one_that_the_reader_of_real_ones_reads(
     )  # blocks against requests
 
 
+def test_a_snapshot_of_what_does_not_fit_says_that_its_card_is_roomy(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "plan.pickle")
+    code, _, err = run(capsys, "plan", "gpt2", "--gpu", "RTX 4070", "--batch_size=40", "--json", "--snapshot", path)
+    assert code == 1
+    assert "it shows a card with room for everything" in err
+    assert "an out-of-memory error ends the run" in err
+    _, _, err = run(capsys, "plan", "gpt2", "--gpu", "RTX 4070", "--batch_size=2", "--json", "--snapshot", path)
+    assert "room for everything" not in err
+
+
 def test_gpus_lists_the_catalogue_and_shows_one_card_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     _, table, _ = run(capsys, "gpus")
     assert "GeForce RTX 4070" in table
@@ -246,3 +260,19 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         command = f"{sys.executable} -m oomph {arguments} | true; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (answer, "")
+
+
+def test_an_interrupt_that_comes_while_an_object_is_let_go_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def work(_: list[str]) -> int:
+        held = [Held()]
+        held.clear()
+        time.sleep(5)
+        return 0
+
+    monkeypatch.setattr("oomph.cli.gpus.run", work)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back afterwards
+    assert main(["gpus"]) == 130

@@ -179,6 +179,7 @@ OTHER_VALUES = {
     "out_dir": "elsewhere", "eval_interval": 7, "log_interval": 7, "always_save_checkpoint": False, "wandb_log": True,
     "wandb_project": "x", "wandb_run_name": "x", "dataset": "other", "learning_rate": 1.0, "max_iters": 7,
     "decay_lr": False, "warmup_iters": 7, "lr_decay_iters": 7, "min_lr": 0.5, "dataset_tokens": 7, "seed": 7,
+    "expandable_segments": True,
 }  # fmt: skip
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,7 +14,6 @@ from oomph import config as configs
 from oomph import devices
 from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
-from oomph.config.refused import refused
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
 from oomph.predict import clock, cost
@@ -22,6 +21,7 @@ from oomph.predict.duration import Time as Time
 from oomph.predict.duration import predict_time
 from oomph.predict.duration import tokens_per_step as tokens_per_step
 from oomph.predict.footprint import Footprint, footprint
+from oomph.remarks import about_own_model, remarks
 from oomph.step import gpt, params
 from oomph.step.ops import Phase, Step
 from oomph.step.params import Parameter
@@ -29,24 +29,24 @@ from oomph.step.params import Parameter
 PROGRAMS = {"nanogpt": "nanoGPT", "oomph": "oomph train"}
 Config = LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 POSITIONS = "transformer.wpe.weight"  # nanoGPT counts its parameters without them
-DECIDED_BY_THE_MODEL = (
-    "n_layer", "n_head", "n_embd", "vocab_size", "dropout", "bias", "tie_weights", "init_from", "return_logits",
-    "loss_chunk", "checkpoint_layers",
-)  # fmt: skip
-
-
 # What changes neither an operation nor a buffer of a step.
 BESIDE_THE_STEP = (
     "out_dir", "eval_interval", "log_interval", "always_save_checkpoint", "wandb_log", "wandb_project",
     "wandb_run_name", "dataset", "learning_rate", "max_iters", "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr",
-    "dataset_tokens", "seed",
+    "dataset_tokens", "seed", "expandable_segments",
 )  # fmt: skip
 
 # A step is longer than a kernel's launch and shorter than a year; a board draws something.
 POSSIBLE = {"step_ms": (0.001, 3.2e10), "watts": (0.001, 1e6)}
 
 
-_Built = tuple[tuple[Parameter, ...], tuple[Step, Step], tuple[str, ...]]  # the first and a later step, and notes
+class _Built(NamedTuple):
+    """A model and what it does."""
+
+    parameters: tuple[Parameter, ...]
+    steps: tuple[Step, Step]  # the first and a later one
+    notes: tuple[str, ...] = ()
+    params_frozen: int = 0
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -59,6 +59,7 @@ class Model(msgspec.Struct, frozen=True):
     decay_tensors: int
     no_decay_tensors: int
     groups: dict[str, int]  # parameters by part of the model
+    params_frozen: int = 0  # of `params`, those that get no gradient: they have no optimizer state either
 
 
 class Compute(msgspec.Struct, frozen=True):
@@ -152,8 +153,8 @@ def plan(
     chosen = choose_device(device, loaded.config)
     loaded = configs.settle(loaded, chosen, own_model=model is not None)
     settled = loaded.config
-    parameters, steps, whose_tokens = _traced(model, settled, chosen) if model else _by_arithmetic(settled, chosen)
-    counts = _model(parameters)
+    built = _traced(model, settled, chosen) if model else _by_arithmetic(settled, chosen)
+    steps, counts = built.steps, _model(built)
     compute, data = _compute(settled, steps[1], traced=model is not None), _data(settled, counts)
     times = clock.predict_times(steps[1], settled, chosen)
     running = _runs(steps, settled)
@@ -173,10 +174,8 @@ def plan(
             *loaded.notes,
             *chosen.notes,
             *devices.warnings(settled, chosen),
-            *_remarks(loaded, chosen.kind != "cpu"),
-            *(() if model else _cannot_run(loaded, chosen)),
-            *(_not_used(loaded) if model else ()),
-            *whose_tokens,
+            *remarks(loaded, chosen, own_model=model is not None),
+            *built.notes,
         ),
         steps=running,
         traced=model,
@@ -226,13 +225,14 @@ def _by_arithmetic(config: TrainConfig, device: Device) -> _Built:
     """nanoGPT's model."""
     defaults = TrainConfig()
     same = msgspec.structs.replace(config, **{key: getattr(defaults, key) for key in BESIDE_THE_STEP})
-    return _steps(same, device.kind != "cpu", device.capability)
+    usual = gpt.workspaces(device.capability) == gpt.workspaces()  # all that the card's generation decides
+    return _steps(same, device.kind != "cpu", None if usual else device.capability, device.threads)
 
 
 @lru_cache(maxsize=4)  # both trainers' steps serve many questions: another card, a price, more steps
-def _steps(config: TrainConfig, on_gpu: bool, capability: tuple[int, int] | None) -> _Built:
-    first, later = (gpt.build(config, on_gpu, first, capability) for first in (True, False))
-    return params.parameters(config), (first, later), ()
+def _steps(config: TrainConfig, on_gpu: bool, capability: tuple[int, int] | None, threads: int | None) -> _Built:
+    first, later = (gpt.build(config, on_gpu, first, capability, threads=threads) for first in (True, False))
+    return _Built(params.parameters(config), (first, later))
 
 
 def with_optimizer(device: Device, config: TrainConfig) -> Device:
@@ -258,19 +258,13 @@ def _traced(model: str, config: TrainConfig, device: Device) -> _Built:
     found = trace_model(model, config, device.kind != "cpu", device.capability)
     buckets = gpt.gradient_buckets(config, found.trained)
     first, later = (Step((*step.resident, *buckets), step.sections) for step in found.steps)
-    notes = []
-    if found.uncounted:
-        names = ", ".join(found.uncounted)
-        notes.append(f"Not counted is the arithmetic of {names}: times may be far too short, for low and high too")
-    if not found.own_inputs:
-        return found.parameters, (first, later), tuple(notes)
-    shapes = " and ".join(str(shape) for shape in found.own_inputs)
-    counted = f"{config.batch_size} × {config.block_size}"
-    whose = f"The model brings inputs of its own, {shapes}: tokens are counted as batch_size × block_size, {counted}"
-    return found.parameters, (first, later), (*notes, whose)
+    trained = sum(p.numel for p in found.trained)
+    frozen = sum(p.numel for p in found.parameters) - trained
+    return _Built(found.parameters, (first, later), about_own_model(found, config), frozen)
 
 
-def _model(parameters: Sequence[Parameter]) -> Model:
+def _model(built: _Built) -> Model:
+    parameters = built.parameters
     decayed = [p for p in parameters if p.decayed]
     kept = [p for p in parameters if not p.decayed]
     total = sum(p.numel for p in parameters)
@@ -282,6 +276,7 @@ def _model(parameters: Sequence[Parameter]) -> Model:
         decay_tensors=len(decayed),
         no_decay_tensors=len(kept),
         groups=params.by_group(parameters),
+        params_frozen=built.params_frozen,
     )
 
 
@@ -309,38 +304,3 @@ def _data(config: TrainConfig, model: Model) -> Data:
         epochs=total / config.dataset_tokens if config.dataset_tokens else None,
         tokens_per_param=total / max(1, model.params_nanogpt),
     )
-
-
-def _not_used(loaded: LoadedConfig) -> list[str]:
-    """The keys somebody set that a model of one's own decides itself."""
-    unused = [key for key in DECIDED_BY_THE_MODEL if loaded.said(key)]
-    return [f"Not used, because the model of your own decides it: {', '.join(unused)}"] if unused else []
-
-
-def _cannot_run(loaded: LoadedConfig, device: Device) -> list[str]:
-    """What the figures are of, though it cannot be had."""
-    return [f"Planned as asked, but it cannot run: {problem}" for problem in refused(loaded, device.kind == "cpu")]
-
-
-def _remarks(loaded: LoadedConfig, on_gpu: bool) -> list[str]:
-    """What a reader of this plan should know beyond its figures."""
-    config, remarks = loaded.config, []
-    if on_gpu:
-        remarks.append(
-            "Assumed, and covered by low and high: the kernels and workspaces a real card picks, its driver's context"
-            + (", and that Triton fuses what inductor plans to" if config.compile else "")
-        )
-    if config.trainer == "oomph" and not on_gpu and config.autocast and config.dtype != "float32":
-        remarks.append(
-            f"Planned in float32: oomph train autocasts to {config.dtype} on a CPU too, and then needs less memory"
-        )
-    if config.eval_only:
-        remarks.append("eval_only is set: the run evaluates once and leaves, so memory and hours are those of that")
-    if config.world_size > 1:
-        remarks.append("Memory is one device's. The time that devices spend exchanging gradients is not in the step's")
-    if loaded.said("dataset") and not loaded.said("vocab_size") and config.dataset_tokens is None:
-        remarks.append(
-            f"No data/{config.dataset} was found here: a vocabulary of {config.vocab_size} is assumed "
-            "(--vocab_size=), and its number of tokens is not known (--dataset_tokens=)"
-        )
-    return remarks

@@ -136,12 +136,41 @@ def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
         (["--gpu", "4070", "--write", "x.json", "--batch_size=0"], ["x.json", "batch_size"]),
         (["--gpu", "no such card", "--write", "x.json"], ["x.json", "no such card"]),
         (["--gpu", "all", "--write", "x.py", "--largest"], ["--write", "--largest"]),
+        (
+            ["--gpu", "40700", "--write", "x.json", "--batch_size=0", "--foo=1", "--option", "2"],
+            ["40700", "x.json", "batch_size", "--foo"],
+        ),
+        (["--gpu", "40700", "--foo=1", "--tokens", "many"], ["--foo", "tokens"]),
+        (["--gpu", "40700", "--tokens", "1e30"], ["40700", "tokens"]),
     ],
 )
 def test_everything_that_is_wrong_is_told_at_once(arguments: list[str], told: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         command.run([*SMALL, *arguments])
     assert all(any(each in str(problem) for problem in caught.value.problems) for each in told)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_huge_numbers_leave_the_table_readable(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    small = {"n_layer": 2, "n_head": 2, "n_embd": 128, "batch_size": 100_000, "gradient_accumulation_steps": 1000}
+    text = fit_to_text(summarise_fit(oomph.fit(small, "RTX 4070")))
+    assert max(len(line) for line in text.splitlines()) <= columns
+    assert "…" not in text
+    assert "100000 × 1000" in text
+    assert "MiB too many" in re.sub(r"\s+", " ", text)
+
+
+def test_what_is_being_tried_is_said_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(capsys, *SMALL, "--gpu", "4070", "--json")[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    code, out, told = run(capsys, *SMALL, "--gpu", "4070", "--json")
+    assert code == 0
+    assert json.loads(out)["options"]
+    assert re.search(r"trying [\d,]+ settings of oomph", told)
+    assert told.endswith("\r\x1b[K")  # and the line is left clean
 
 
 def test_tokens_are_understood_as_people_write_them() -> None:

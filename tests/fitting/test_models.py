@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oomph
+from oomph import config as configs
 from oomph import devices
 from oomph.fitting import fit, shapes
+from oomph.fitting.largest import Limits, Sizer
+from oomph.fitting.search import Searcher
 from oomph.fitting.shapes import Shape
 from oomph.report.fit_markdown import fit_to_markdown
 from oomph.report.fit_summary import summarise_fit
@@ -51,6 +54,25 @@ def test_a_ladder_grows_and_has_heads_of_64() -> None:
     assert sizes == sorted(sizes)
     assert all(shape.n_embd == 64 * shape.n_head for shape in ladder)
     assert {Shape(12, 768), Shape(24, 1024), Shape(36, 1280)} <= set(ladder)
+
+
+@pytest.mark.parametrize("hours", [None, 0.01])
+def test_the_deepest_model_is_that_of_trying_every_depth(hours: float | None) -> None:
+    config = {
+        "n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 256, "vocab_size": 4096, "batch_size": 8,
+        "gradient_accumulation_steps": 1, "max_iters": 1000,
+    }  # fmt: skip
+    searcher = Searcher(devices.custom("small", mib=700, tflops=5.0, gbs=100.0, watts=None))
+    sizes = [Shape(layers, 128) for layers in range(1, 30)]
+    sizers = [
+        Sizer(configs.as_loaded(config), searcher, Limits(hours, None), proposing=False, tell=lambda _: None)
+        for _ in range(2)
+    ]
+    deepest = sizers[0].last(sizes)
+    every = [shape for shape in sizes if sizers[1].will_do(shape)]
+    assert 1 < len(every) < len(sizes)
+    assert deepest == every[-1]
+    assert sizers[0].evaluated < sizers[1].evaluated / 3
 
 
 def test_the_largest_models_fit_and_one_step_more_does_not() -> None:

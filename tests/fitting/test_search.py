@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from oomph import devices
 from oomph.config import TrainConfig
 from oomph.fitting import fit
 from oomph.fitting.estimate import Estimator, slack_of
-from oomph.fitting.search import LAST_RISE, OPTIMISM, Searcher
+from oomph.fitting.search import LAST_RISE, OPTIMISM, Searcher, boundary
 from oomph.fitting.space import Ladder, Program, batches, divisors, ladders, programs
 
 SMALL = {
@@ -108,7 +109,7 @@ def test_the_bound_is_not_above_the_peak_but_for_the_slack_that_is_allowed_for(l
     estimator = Estimator(card(10**6))
     for rung in range(len(ladder.counts)):
         config = ladder.at(rung)
-        assert estimator.floor_bytes(config) <= slack_of(config) * estimator.exact(config).peak[0]
+        assert estimator.floor_bytes(config) <= slack_of(config) * estimator.exact(config).peak_bytes
 
 
 @given(ladders_of_any_run())
@@ -117,7 +118,7 @@ def test_within_a_strand_the_peak_sinks_and_the_last_block_raises_it_by_less_tha
     ladder: Ladder,
 ) -> None:
     estimator = Estimator(card(10**6))
-    peaks = [estimator.exact(ladder.at(rung)).peak[0] for rung in range(len(ladder.counts))]
+    peaks = [estimator.exact(ladder.at(rung)).peak_bytes for rung in range(len(ladder.counts))]
     strands = ladder.strands()
     assert sorted(rung for strand in strands for rung in strand) == list(range(len(peaks)))
     for strand in strands:
@@ -130,10 +131,58 @@ def test_within_a_strand_the_peak_sinks_and_the_last_block_raises_it_by_less_tha
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_rung_that_fits_lies_below_the_fewest_blocks_that_could_make_room(ladder: Ladder, room: float) -> None:
     estimator = Estimator(card(10**6))
-    lowest = estimator.exact(ladder.at(0)).peak[0]
+    lowest = estimator.exact(ladder.at(0)).peak_bytes
     fewest = estimator.fewest_checkpointed(ladder.at(0), room * lowest)
     for rung, count in enumerate(ladder.counts[:-1]):
-        assert count >= fewest or estimator.exact(ladder.at(rung)).peak[0] > room * lowest
+        assert count >= fewest or estimator.exact(ladder.at(rung)).peak_bytes > room * lowest
+
+
+@given(st.integers(0, 40), st.data())
+def test_the_last_that_passes_is_found_from_any_guess(count: int, data: st.DataObject) -> None:
+    passing, guess = data.draw(st.integers(0, count)), data.draw(st.integers(0, count))
+    assert boundary(range(count), guess, lambda number: number < passing) == passing
+
+
+@given(ladders_of_any_run(), st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_was_drawn_for_one_card_tells_the_same_of_another(ladder: Ladder, seed: int) -> None:
+    config = ladder.at(seed % len(ladder.counts))
+    first, second = card(4000), devices.custom("another", mib=9000, tflops=80.0, gbs=900.0, watts=None)
+    before = Estimator(first)
+    before.step_s(config)
+    before.exact_s(config)
+    shared, alone = Estimator(second, before), Estimator(second)
+    assert shared.step_s(config) == alone.step_s(config)
+    assert shared.exact_s(config) == alone.exact_s(config)
+    assert shared.floor_bytes(config) == alone.floor_bytes(config)
+
+
+@given(ladders_of_any_run(), st.integers(0, 10**6))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_time_of_a_whole_step_is_the_plans(ladder: Ladder, seed: int) -> None:
+    config = ladder.at(seed % len(ladder.counts))
+    planned = oomph.plan(config, card(10**6)).time
+    assert planned is not None
+    assert Estimator(card(10**6)).exact_s(config) == pytest.approx(planned.step_ms / 1e3, rel=1e-9)
+
+
+def test_eager_steps_that_were_measured_to_be_quick_are_found() -> None:
+    measured = msgspec.structs.replace(card(2000), eager_ratio=0.4, compiled_ratio=1.5)
+    config = SMALL | {"batch_size": 4, "gradient_accumulation_steps": 1}
+    found = fastest_ms("nanogpt", config, measured)
+    assert found is not None
+    assert found == enumerate_all("nanogpt", config, measured)
+
+
+def test_nothing_is_found_that_takes_longer_than_a_step_may() -> None:
+    program = programs(configs.as_loaded(SMALL), card(2000))["nanogpt"]
+    searcher = Searcher(card(2000))
+    fastest = searcher.fastest(program.loaded, ladders(program))
+    assert fastest is not None
+    assert fastest.time is not None
+    step_s = fastest.time.step_ms / 1e3
+    assert searcher.fastest(program.loaded, ladders(program), at_most_s=0.999 * step_s) is None
+    assert searcher.fastest(program.loaded, ladders(program), at_most_s=1.001 * step_s) is fastest
 
 
 def test_an_untied_float32_model_that_nanogpt_can_train_is_found() -> None:
@@ -185,7 +234,7 @@ def test_the_shallow_time_is_right_to_a_percent(config: dict[str, object], seed:
     program = programs(configs.as_loaded(config), estimator.device)["oomph"]
     every = list(candidates(program))
     chosen = every[seed % len(every)]
-    assert estimator.step_s(chosen) * OPTIMISM <= estimator.exact(chosen).step_s
+    assert estimator.step_s(chosen) * OPTIMISM <= estimator.exact_s(chosen)
 
 
 @given(runs(), st.integers(450, 3000))

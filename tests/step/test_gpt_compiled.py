@@ -30,8 +30,8 @@ def peak_mib(**keys: Any) -> float:
 
 
 def _drawn(heads: int, size: int, **keys: Any) -> TrainConfig:
-    """A loss in chunks returns no logits, and no more blocks are checkpointed than there are."""
-    keys["return_logits"] = keys["return_logits"] and not keys["loss_chunk"]
+    """oomph, and a loss in chunks, return no logits, and no more blocks are checkpointed than there are."""
+    keys["return_logits"] = keys["return_logits"] and not keys["loss_chunk"] and keys["trainer"] == "nanogpt"
     keys["checkpoint_layers"] = min(keys["checkpoint_layers"], keys["n_layer"])
     return settled(n_head=heads, n_embd=heads * size, **keys)
 
@@ -55,6 +55,8 @@ configs = st.builds(
     gradient_accumulation_steps=st.integers(1, 5),
     torch_version=st.sampled_from(["2.3", "2.5", "2.6", "2.13"]),
     optimizer=st.sampled_from(["adamw", "sgd", "muon"]),
+    attention=st.sampled_from(["flash", "efficient", "math"]),
+    trainer=st.sampled_from(["nanogpt", "oomph"]),
 )
 
 

@@ -83,9 +83,9 @@ def cpu_shapes(draw: st.DrawFn) -> Keys:
 
 @st.composite
 def cpu_options(draw: st.DrawFn) -> Keys:
-    """What nanoGPT runs on a CPU."""
+    """What nanoGPT runs on a CPU, or oomph train, which has more options and autocasts there too."""
     layers = draw(st.sampled_from([1, 1, 1, 2]))
-    return {
+    options: Keys = {
         "dtype": "float32",
         "optimizer_loop": "forloop",
         "n_layer": layers,
@@ -94,6 +94,19 @@ def cpu_options(draw: st.DrawFn) -> Keys:
         "bias": draw(st.booleans()),
         "tie_weights": draw(st.booleans()),
         "checkpoint_layers": draw(st.integers(0, layers)),
+    }
+    if draw(st.booleans()):
+        return options
+    dtype = draw(st.sampled_from(["bfloat16", "float16", "float32"]))
+    return options | {
+        "trainer": "oomph",
+        "dtype": dtype,
+        "autocast": dtype != "bfloat16" or draw(st.sampled_from([True, True, False])),
+        "attention": draw(st.sampled_from(["flash", "math"])),
+        "return_logits": False,
+        "loss_chunk": draw(st.sampled_from([0, 37, 64])),
+        "optimizer": draw(st.sampled_from(["adamw", "adamw", "sgd", "muon"])),
+        "optimizer_loop": draw(st.sampled_from(["fused", "foreach", "forloop"])),
     }
 
 

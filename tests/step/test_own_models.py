@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oomph.checking.allocations import watch_allocations
+from oomph.predict.memory import find_peak
 from oomph.step.compiled import compiled
+from oomph.step.gpt_eager_kernels import cpu_lstm_workspace_bytes
 from oomph.step.ops import Kernel, Kind, Op, Phase, Step
 from oomph.step.trace import trace
 from oomph.step.trace_flops import uncounted
@@ -72,9 +75,9 @@ def test_a_buffer_that_forward_updates_is_no_output(cuda: bool) -> None:
 
 
 class Remembering(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inputs: int = 6, hidden: int = 5) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.lstm = nn.LSTM(inputs, hidden, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.lstm(x)[0]
@@ -85,6 +88,28 @@ def test_an_lstm_costs_a_product_for_each_gate_and_step() -> None:
     step = trace(Remembering(), (torch.zeros(3, 7, 6),), dtype="float32")
     assert flops(step, Phase.FORWARD) == 2 * 3 * 7 * 4 * 5 * (6 + 5)
     assert flops(step, Phase.BACKWARD) == 2 * flops(step, Phase.FORWARD)
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 6, 5), (4, 64, 64, 64), (3, 50, 48, 40), (2, 9, 200, 64)])
+def test_what_onednn_keeps_of_an_lstm_is_what_it_is_planned_to(shape: tuple[int, int, int, int]) -> None:
+    rows, steps, inputs, hidden = shape
+    lstm = nn.LSTM(inputs, hidden, batch_first=True)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        lstm(torch.zeros(rows, steps, inputs))
+    assert cpu_lstm_workspace_bytes(steps, rows, inputs, hidden) in kept
+
+
+def test_a_cpu_trace_of_an_lstm_is_as_high_as_what_the_profiler_sees() -> None:
+    def real() -> None:
+        model, batch = Remembering(96, 128), torch.zeros(8, 64, 96)
+        for _ in range(2):
+            model(batch).backward()
+
+    inputs = (torch.zeros(8, 64, 96),)
+    step = trace(Remembering(96, 128), inputs, dtype="float32", cuda=False, accumulation=2, first=True)
+    training = Step(step.resident, step.sections[2:4])
+    assert find_peak(training, rounding_bytes=1).allocated_bytes == pytest.approx(watch_allocations(real), rel=0.02)
 
 
 class Across(nn.Module):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from trace_gpt import movements, traced
 
 from oomph.config.schema import TrainConfig
 from oomph.errors import InputError
 from oomph.predict.memory import find_peak
 from oomph.step import gpt_eager
+from oomph.step.gpt_eager_kernels import RANDOM_STATE_BYTES
 from oomph.step.ops import Kernel, Kind, Phase
 from oomph.step.trace import trace
 
@@ -63,6 +65,27 @@ def test_a_loss_function_of_ones_own_is_taken() -> None:
 def test_inputs_may_have_names() -> None:
     step = trace(Perceptron, {"x": torch.zeros(32, 64)})
     assert any(op.kernel is Kernel.GEMM for op in step.sections[0].ops)
+
+
+def test_a_function_may_build_its_model_in_half_precision() -> None:
+    step = trace(lambda: nn.Linear(4, 4).bfloat16(), (torch.zeros(2, 4, dtype=torch.bfloat16),), autocast=False)
+    assert sorted(b.bytes for b in step.resident if b.kind is Kind.PARAMETERS) == [2 * 4, 2 * 16]
+
+
+def test_random_states_that_checkpoints_keep_are_a_cpus_to_hold() -> None:
+    class Kept(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            again: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return again.square().mean()
+
+    def states(cuda: bool) -> list[int]:
+        step = trace(Kept(4, 4), (torch.ones(2, 4),), dtype="float32", cuda=cuda)
+        made = [b for op in step.sections[0].ops for b in op.allocates if b.name == "random_state"]
+        return [b.bytes for b in made]
+
+    assert states(cuda=False) == [RANDOM_STATE_BYTES] * 2  # the block's, and the loop's while the block runs again
+    assert states(cuda=True) == []
+    assert torch.get_rng_state().nbytes == RANDOM_STATE_BYTES
 
 
 def test_what_a_trace_frees_was_allocated_and_lives() -> None:

@@ -76,6 +76,51 @@ class Far(Tiny):
         logits, loss = super().forward(ids, targets)
         return logits, loss + torch.cdist(self.head.weight, self.embed.weight.repeat(1, 2), p=1.0).mean()
 
+class Logits(Tiny):
+    def forward(self, ids, targets):
+        return super().forward(ids, targets)[0]
+
+class Value(Tiny):
+    def forward(self, ids, targets):
+        loss = super().forward(ids, targets)[1]
+        return loss if loss.item() > 3 else 2 * loss
+
+class Chosen(Tiny):
+    def forward(self, ids, targets):
+        logits, wanted = super().forward(ids, targets)[0].flatten(0, 1), targets.flatten()
+        some = wanted > 0
+        return F.cross_entropy(logits[some], wanted[some])
+
+class Sparse(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.ModuleList([nn.Embedding(96, 32, sparse=True)])
+
+def halved():
+    return Tiny().bfloat16()
+
+def moved():
+    return Tiny().to("cuda", torch.bfloat16).cuda()
+
+class Tied(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 96, bias=False)
+        self.head.weight = self.embed.weight
+        self.bfloat16()
+
+class Seen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x):
+        return self.layer(x).mean()
+
+def seen():
+    return Seen(), torch.zeros(2, 3, 16, 16)
+
 class Silent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -230,3 +275,66 @@ def test_frozen_parameters_are_in_no_gradient_bucket(file: Path) -> None:
 def test_arithmetic_that_is_not_counted_is_named(file: Path) -> None:
     notes = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:Far").notes
     assert any("Not counted is the arithmetic of" in note and "cdist_backward" in note for note in notes)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_without_a_loss_of_its_own_is_planned_and_said_to_be(file: Path, compiled: bool) -> None:
+    said = "its mean stands for the loss"
+    keys = SMALL | {"compile": compiled}
+    assert any(said in note for note in oomph.plan(keys, "RTX 4070", model=f"{file}:Logits").notes)
+    assert not any(said in note for note in oomph.plan(keys, "RTX 4070", model=f"{file}:build").notes)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("function", ["halved", "moved"])
+def test_a_model_built_in_half_precision_takes_half_the_memory(file: Path, function: str, compiled: bool) -> None:
+    keys = SMALL | {"compile": compiled}
+    half, whole = (oomph.plan(keys, "RTX 4070", model=f"{file}:{name}") for name in (function, "build"))
+    assert half.model.params == whole.model.params
+    for name, extra in (("parameters", 0.0), ("optimizer state", 5 * 4 / 2**20)):  # one step counter a tensor
+        sizes = [{part.name: part.mib for part in plan.memory.breakdown}[name] for plan in (half, whole)]
+        assert sizes[0] == pytest.approx(sizes[1] / 2, abs=extra)
+
+
+def test_weights_that_are_shared_stay_shared_when_they_are_converted(file: Path) -> None:
+    plan = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:Tied")
+    parts = {part.name: part.mib for part in plan.memory.breakdown}
+    assert parts["parameters"] == 2 * (96 * 32 + 32 * 32 + 32) / 2**20
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Value", "of tiny.py (return loss if loss.item() > 3 else 2 * loss): reads a tensor's value"),
+        (
+            "Chosen",
+            "of tiny.py (return F.cross_entropy(logits[some], wanted[some])): makes a tensor whose size depends",
+        ),
+        ("Sparse", "module extra.0: its Embedding has sparse gradients"),
+        ("broken", 'of tiny.py (raise RuntimeError("no such layer")): calling it raised'),
+    ],
+)
+def test_what_cannot_be_traced_is_told_with_its_line(file: Path, name: str, said: str, compiled: bool) -> None:
+    with pytest.raises(InputError) as refused:
+        oomph.plan(SMALL | {"compile": compiled}, "RTX 4070", model=f"{file}:{name}")
+    assert said in str(refused.value)
+
+
+def test_frozen_parameters_are_counted_apart(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:Frozen")
+    assert plan.model.params_frozen == 96 * 32 + 32 * 64 + 64
+    assert plan.model.params == plan.model.params_frozen + 64 * 96
+    assert plan.to_dict()["model"]["params_frozen"] == plan.model.params_frozen
+    assert oomph.plan(SMALL, "RTX 4070").model.params_frozen == 0
+    main(["plan", "--model", f"{file}:Frozen", "--gpu", "RTX 4070", "--compile=False"])
+    assert "5,184 of them frozen" in capsys.readouterr().out
+
+
+def test_what_convolutions_copy_on_a_cpu_is_named(file: Path) -> None:
+    keys = SMALL | {"compile": False, "device": "cpu"}
+    moved_mib = 4 * (2 * 16 * 16 * (3 + 8) + 8 * 27 + 8) / 2**20
+    said = [note for note in oomph.plan(keys, model=f"{file}:seen").notes if "convolution" in note]
+    assert said and f"up to {moved_mib:,.1f} MiB" in said[0]
+    on_a_card = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:seen")
+    assert not any("convolution" in note for note in on_a_card.notes)

@@ -121,7 +121,7 @@ class Gpt(nn.Module):
         del embedded
         for index, block in enumerate(self.transformer["h"]):
             if self.training and index < self.config.checkpoint_layers:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
             else:
                 x = block(x)
         x = self.transformer["ln_f"](x)

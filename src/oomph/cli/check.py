@@ -9,7 +9,7 @@ from oomph import config as configs
 from oomph.checking import Check, DoesNotFitError, check
 from oomph.checking.run import STEPS
 from oomph.cli.arguments import VerbParser
-from oomph.cli.output import emit, emit_json, gather
+from oomph.cli.output import Line, emit, emit_json, gather
 from oomph.cli.plan import add_source, keys_help
 from oomph.devices import ratios
 from oomph.errors import InputError, Problem
@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
         raise InputError(problems)
     if options.save:
         ratios.load()  # a file that cannot be added to is found out before the minute, not after it
-    line = _Line()
+    line = Line()
     try:
         result = check(loaded, steps=options.steps, force=options.force, tell=line.show)
     except DoesNotFitError as error:
@@ -59,21 +59,6 @@ def _save(result: Check) -> None:
     print(f"kept in {path}: later plans for {result.plan.device.name} use it", file=sys.stderr)
     if result.ratios.eager is None and result.ratios.compiled is None:
         print("the steps' time was not kept: it is too far from the prediction to be the device's", file=sys.stderr)
-
-
-class _Line:
-    """One line of standard error that says what goes on; nothing where nobody looks."""
-
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-
-    def show(self, text: str) -> None:
-        if self._live:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self._live:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _parser() -> VerbParser:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from oomph import config as configs
 from oomph.cli.arguments import VerbParser
-from oomph.cli.output import emit, emit_json
+from oomph.cli.output import Line, emit, emit_json, gather
 from oomph.cli.plan import add_device, add_source, device_from, keys_help, positive
+from oomph.config import LoadedConfig
+from oomph.devices import Device
 from oomph.errors import InputError, Problem
-from oomph.fitting.answer import fit
+from oomph.fitting.answer import check_tokens, fit
 from oomph.fitting.result import Fit, Option
 
 EVERY_CARD = "all"
-DEEP = 100  # layers from which a fit takes longer than people expect
 
 
 def run(argv: list[str]) -> int:
@@ -24,27 +26,22 @@ def run(argv: list[str]) -> int:
     parser = _parser()
     if "--help" in argv or "-h" in argv:
         parser.epilog = keys_help()
-    options, overrides = parser.parse(argv)
-    problems = list(_problems(options))
+    options, loaded, device = _asked(parser, argv)
+    line = Line()
     try:
-        loaded = configs.load(options.sources, overrides)
-        device = None if options.gpu == EVERY_CARD else device_from(options, loaded)
-    except InputError as error:
-        raise InputError([*error.problems, *problems]) from None
-    if problems:
-        raise InputError(problems)
-    if options.gpu == EVERY_CARD:
-        return _every_card(options, loaded)
-    _say_it_takes_long(loaded.config.n_layer)
-    found = fit(
-        loaded,
-        device,
-        reserve_mib=options.reserve_mib,
-        tokens=options.tokens,
-        hours=options.hours,
-        largest=options.largest,
-        progress=_tell if loaded.config.n_layer >= DEEP else None,
-    )
+        if device is None:
+            return _every_card(options, loaded, line)
+        found = fit(
+            loaded,
+            device,
+            reserve_mib=options.reserve_mib,
+            tokens=options.tokens,
+            hours=options.hours,
+            largest=options.largest,
+            progress=_trying(line),
+        )
+    finally:
+        line.clear()
     chosen = _option(options, found)
     from oomph.report.fit_summary import is_yes, summarise_fit
 
@@ -63,10 +60,37 @@ def run(argv: list[str]) -> int:
     return 0 if is_yes(found) else 1
 
 
-def _every_card(options: argparse.Namespace, loaded: configs.LoadedConfig) -> int:
+def _asked(parser: VerbParser, argv: list[str]) -> tuple[argparse.Namespace, LoadedConfig, Device | None]:
+    """The options, the config and the device; no device for every card. Raises with all that is wrong."""
+    problems: list[Problem] = []
+    parsed = gather(problems, lambda: parser.parse(argv, problems))
+    if parsed is None:
+        raise InputError(problems)
+    options, overrides = parsed
+    loaded = gather(problems, lambda: configs.load(options.sources, overrides))
+    device = None
+    if options.gpu != EVERY_CARD:
+        device = gather(problems, lambda: device_from(options, loaded or configs.as_loaded(None)))
+    if loaded is not None:
+        gather(problems, lambda: check_tokens(loaded, options.tokens))
+    problems += _problems(options)
+    if problems or loaded is None:
+        raise InputError(problems)
+    return options, loaded, device
+
+
+def _trying(line: Line) -> Callable[[str], None]:
+    """Says what is being tried, and since when the search runs."""
+    start = time.monotonic()
+    return lambda what: line.show(f"{time.monotonic() - start:.0f} s  trying {what}")
+
+
+def _every_card(options: argparse.Namespace, loaded: LoadedConfig, line: Line) -> int:
     from oomph.fitting.cards import which_cards
 
-    found = which_cards(loaded, reserve_mib=options.reserve_mib, tokens=options.tokens, hours=options.hours)
+    limits = {"reserve_mib": options.reserve_mib, "tokens": options.tokens, "hours": options.hours}
+    found = which_cards(loaded, **limits, progress=_trying(line))
+    line.clear()
     if options.json:
         emit_json(found.to_dict())
     elif options.markdown:
@@ -97,15 +121,6 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
         check_target(Path(options.write), options.overwrite)
     except InputError as error:
         yield from error.problems
-
-
-def _tell(what: str) -> None:
-    print(f"looking at {what}", file=sys.stderr, flush=True)
-
-
-def _say_it_takes_long(n_layer: int) -> None:
-    if n_layer >= DEEP:
-        print(f"{n_layer:,} layers: every option is simulated block by block, which takes a while", file=sys.stderr)
 
 
 def _option(options: argparse.Namespace, found: Fit) -> Option | None:

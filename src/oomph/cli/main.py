@@ -48,6 +48,7 @@ What training a GPT needs, before it runs.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    sys.unraisablehook = _send_again
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × still gets the figures
@@ -68,6 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return FAILED
+
+
+def _send_again(lost: sys.UnraisableHookArgs) -> None:
+    """An interrupt that comes while an object is let go is dropped by Python, and a step's buffers are let go all the
+    time: it is sent once more, a moment later."""
+    if lost.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(lost)
+        return
+    import signal
+    import threading
+
+    threading.Timer(0.001, signal.raise_signal, (signal.SIGINT,)).start()
 
 
 def _printable(text: str) -> str:

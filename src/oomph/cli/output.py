@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from shutil import get_terminal_size
 from typing import TypeVar
 
 from oomph.errors import InputError, Problem
@@ -36,3 +37,21 @@ def gather(problems: list[Problem], work: Callable[[], T]) -> T | None:
     except InputError as error:
         problems.extend(error.problems)
         return None
+
+
+class Line:
+    """One line of standard error that says what goes on; nothing where nobody looks."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Say this in place of what was said before, on no more than one line."""
+        if self._live:
+            width = get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave the line clean."""
+        if self._live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -91,6 +91,11 @@ def _write_snapshot(path: str, asked: Plan) -> None:
 
     snapshot.write(trace(asked.steps, expandable_segments=asked.config.expandable_segments), Path(path))
     print(f"wrote {path}: open it at pytorch.org/memory_viz", file=sys.stderr)
+    memory = asked.memory
+    if memory.capacity_mib is not None and (memory.fits is False or memory.retries):
+        room = f"{asked.device.name} has {memory.capacity_mib:,.0f} MiB for a process"
+        then = "an out-of-memory error ends the run" if memory.fits is False else "cached memory is given back"
+        print(f"it shows a card with room for everything; {room}, and there {then}", file=sys.stderr)
 
 
 def device_from(options: argparse.Namespace, loaded: LoadedConfig) -> Device:

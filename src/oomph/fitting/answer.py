@@ -43,13 +43,14 @@ def fit(
     Raises `InputError` with all that is wrong.
     """
     loaded = configs.as_loaded(config)
+    tell = progress or (lambda _: None)
     searcher = Searcher(choose_device(device, loaded.config), reserve_mib)
     check_tokens(loaded, tokens)
     with collecting_later():
         if (tokens or hours) and not names_a_model(loaded):
-            return propose(loaded, searcher, tokens, hours)
+            return propose(loaded, searcher, tokens, hours, tell)
         loaded = with_tokens(loaded, tokens)
-        return grow(loaded, searcher, hours) if largest else _Fitting(loaded, searcher, hours, progress).answer()
+        return grow(loaded, searcher, hours, tell) if largest else _Fitting(loaded, searcher, hours, tell).answer()
 
 
 def names_a_model(loaded: LoadedConfig) -> bool:
@@ -83,20 +84,19 @@ class _Fitting:
         loaded: LoadedConfig,
         searcher: Searcher,
         hours: float | None,
-        progress: Callable[[str], None] | None = None,
+        tell: Callable[[str], None],
     ) -> None:
-        self.tell = progress or (lambda _: None)
+        self.tell = tell
         self.loaded = loaded
         self.searcher = searcher
         self.hours = hours
         self.programs = programs(loaded, searcher.device)
-        self.asked = "patched" if _is_patched(self.programs["nanogpt"], loaded) else loaded.config.trainer
+        self.asked = asked_of(self.programs, loaded)
         self.now = searcher.plan(loaded)
         self.found: dict[TrainConfig, Option] = {}
         self.evaluated = 0
 
     def answer(self) -> Fit:
-        self.tell("the usual advice")
         for row in rows.same_rows(self.programs, self.asked):
             self.add(row)
         fastest = {key: self.search(program) for key, program in self.programs.items()}
@@ -106,8 +106,7 @@ class _Fitting:
         for row in rows.different_rows(self.programs[self.asked]):
             self.add(row)
         if not any(fastest.values()):
-            self.tell("smaller models")
-            for row in nearest_rows(self.programs["oomph"], self.searcher):
+            for row in nearest_rows(self.programs["oomph"], self.searcher, self.tell):
                 self.add(row)
         self.tell("what leaves more room")
         self._make_room()
@@ -130,6 +129,7 @@ class _Fitting:
     def add(self, row: Row) -> None:
         """Simulate an option and keep it, unless one that runs the same is there already."""
         program = self.programs[row.program]
+        self.tell(f"{row.name}, {program.key}")
         self._keep(row.name, self.searcher.plan(with_changes(program.loaded, row.changes)), row.kind, row.effect)
 
     def _keep(self, name: str, plan: Plan, kind: Kind, effect: str) -> None:
@@ -144,8 +144,9 @@ class _Fitting:
     def search(self, program: Program) -> bool:
         """The fastest of a program's settings; where nothing fits, the leanest, and False."""
         every = list(ladders(program))
-        self.evaluated += sum(each.settings for each in every)
-        self.tell(f"{sum(each.settings for each in every):,} settings of {program.key}")
+        settings = sum(each.settings for each in every)
+        self.evaluated += settings
+        self.tell(f"{settings:,} settings of {program.key}")
         fastest = self.searcher.fastest(program.loaded, every)
         if fastest is None and program.key == "patched" != self.asked:
             return False
@@ -159,10 +160,11 @@ class _Fitting:
 
     def search_nearly(self, row: Row) -> None:
         """What a change of the arithmetic allows at best: every batch, checkpoint and chunk searched with it."""
-        self.tell(row.name)
         program = variant(self.programs[row.program], row.changes, self.searcher.device)
         every = list(ladders(program))
-        self.evaluated += sum(each.settings for each in every)
+        settings = sum(each.settings for each in every)
+        self.evaluated += settings
+        self.tell(f"{settings:,} settings of {program.key} with {row.name}")
         fastest = self.searcher.fastest(program.loaded, every)
         if fastest is not None:
             self._keep(f"{row.name}, the fastest that fits", fastest, row.kind, row.effect)
@@ -261,8 +263,10 @@ def _training(option: Option) -> tuple[str, ...]:
     return option.kind, program_of(option), *(str(getattr(config, name)) for name in rows.ARITHMETIC)
 
 
-def _is_patched(program: Program, loaded: LoadedConfig) -> bool:
-    return loaded.config.trainer == "nanogpt" and program.settled.return_logits is False
+def asked_of(found: dict[str, Program], loaded: LoadedConfig) -> str:
+    """The key of the program that was asked for: nanoGPT whose step returns no logits is the patched one."""
+    patched = loaded.config.trainer == "nanogpt" and found["nanogpt"].settled.return_logits is False
+    return "patched" if patched else loaded.config.trainer
 
 
 def _rank(option: Option) -> tuple[bool, int, float]:

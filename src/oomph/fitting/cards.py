@@ -1,9 +1,10 @@
-"""Which card would do: a config on every card of the catalogue, unchanged and, where that fails, at its best batch."""
+"""Which card would do: a config on every card of the catalogue, unchanged or, where that fails, at its best setting."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from typing import Any
 
 import msgspec
@@ -12,22 +13,35 @@ from oomph import config as configs
 from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device, all_devices
-from oomph.fitting.answer import names_a_model, with_tokens
+from oomph.fitting import rows
+from oomph.fitting.answer import asked_of, names_a_model, with_tokens
+from oomph.fitting.result import Value, is_patched
 from oomph.fitting.search import Searcher
-from oomph.fitting.space import batches
+from oomph.fitting.space import COMPILE_CAPABILITY, changes_between, ladders, programs, with_changes
 from oomph.planner import Plan
+from oomph.step import gpt
 
 
 class CardOption(msgspec.Struct, frozen=True):
     """A config on a card, simulated in full there."""
 
     plan: Plan
-    unchanged: bool  # as it was asked; else at another micro-batch and the same effective batch
+    changes: dict[str, Value]  # to what was asked: config keys that leave the training the same
     in_time: bool
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether it runs as it was asked."""
+        return not self.changes
 
     @property
     def device(self) -> Device:
         return self.plan.device
+
+    @property
+    def patched(self) -> bool:
+        """Whether nanoGPT needs our two-line patch for it."""
+        return is_patched(self.plan)
 
     @property
     def rent(self) -> tuple[float, float] | None:
@@ -42,6 +56,9 @@ class CardOption(msgspec.Struct, frozen=True):
             "gpu": self.device.name,
             "fits": bool(memory.fits),
             "unchanged": self.unchanged,
+            "trainer": config.trainer,
+            "patched": self.patched,
+            "changes": self.changes,
             "batch_size": config.batch_size,
             "gradient_accumulation_steps": config.gradient_accumulation_steps,
             "total_mib": memory.total_mib,
@@ -108,13 +125,20 @@ def which_cards(
     tokens: float | None = None,
     hours: float | None = None,
     cards: Iterable[Device] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Cards:
-    """Which of the known cards trains `config`, as it is or with a smaller micro-batch at the same effective batch."""
+    """Which of the known cards trains `config`: as it is or, where that does not fit or takes too long, with a setting
+    of any program that keeps the training the same. `progress` is told which card is being looked at."""
     loaded = with_tokens(configs.as_loaded(config), tokens)
     chosen = [card for card in (cards or all_devices()) if card.kind != "cpu"]
-    needs = _Needs(loaded)
+    chosen.sort(key=lambda card: (_kind_of(card), -_room_mib(card)))
+    search = _Search(loaded, reserve_mib, hours)
+    found = []
     with collecting_later():
-        found = [_on_card(loaded, card, needs, reserve_mib, hours) for card in chosen]
+        for number, card in enumerate(chosen, 1):
+            if progress is not None:
+                progress(f"card {number} of {len(chosen)}: {card.name}")
+            found.append(search.on_card(card))
     found.sort(key=lambda card: (not card.plan.memory.fits, not card.in_time, card.device.usable_mib, _slowness(card)))
     return Cards(loaded, tuple(found), hours)
 
@@ -123,37 +147,65 @@ def _slowness(card: CardOption) -> float:
     return card.plan.time.hours if card.plan.time else 0.0
 
 
-class _Needs:
-    """What each micro-batch takes, which is nearly the same on every card: it tells which to simulate on one."""
+def _kind_of(card: Device) -> str:
+    """Cards of one kind run the same programs on the same lists of operations."""
+    compiles = card.compute_capability is None or card.compute_capability >= COMPILE_CAPABILITY
+    return f"{card.kind} {card.has_bf16} {compiles} {gpt.workspaces(card.capability)}"
 
-    def __init__(self, loaded: LoadedConfig) -> None:
+
+def _room_mib(card: Device) -> float:
+    return card.usable_mib - (card.context_mib or 0.0)
+
+
+class _Search:
+    """Card after card: those of one kind in a row, the roomiest first, so that each gains by what others found."""
+
+    def __init__(self, loaded: LoadedConfig, reserve_mib: float, hours: float | None) -> None:
         self.loaded = loaded
-        self._known: dict[TrainConfig, float] = {}
+        self.reserve_mib = reserve_mib
+        self.hours = hours
+        self._before: Searcher | None = None
+        self._too_small: set[str] = set()  # kinds of which a card was, so that those with less room are
 
-    def reserved_mib(self, config: TrainConfig, device: Device) -> float:
-        if config not in self._known:
-            like = LoadedConfig(config, self.loaded.sources, self.loaded.notes, self.loaded.files)
-            roomy = msgspec.structs.replace(device, memory_mib=2**30, usable_mib=2**30)
-            self._known[config] = Searcher(roomy).plan(like).memory.reserved_mib
-        return self._known[config]
+    def on_card(self, card: Device) -> CardOption:
+        """What was asked, where that will do; else the fastest setting of a program that does, the one asked for first;
+        else the first that fits at all."""
+        searcher = self._before = Searcher(card, self.reserve_mib, self._before)
+        now = searcher.plan(self.loaded)
+        plan = now if now.memory.fits and not now.memory.retries and self._in_time(now) else None
+        if plan is None and _kind_of(card) not in self._too_small:
+            plan = self._searched(searcher, now)
+            if plan is None:
+                self._too_small.add(_kind_of(card))
+        plan = plan or now
+        return CardOption(plan, changes_between(now.config, plan.config), self._in_time(plan))
 
+    def _searched(self, searcher: Searcher, now: Plan) -> Plan | None:
+        """In time, if that can be had; late where it cannot; None where nothing fits."""
+        limit_s = inf if self.hours is None else self.hours * 3600 / self.loaded.config.max_iters
+        found = programs(self.loaded, searcher.device)
+        asked = asked_of(found, self.loaded)
+        ordered = [found[asked], *(program for key, program in found.items() if key != asked)]
+        plans: list[Plan] = []
+        for most_s in dict.fromkeys((limit_s, inf)):
+            for program in ordered:
+                plan = searcher.fastest(program.loaded, ladders(program), at_most_s=most_s)
+                plans += [plan] if plan is not None else []
+                if plan is not None and (self._in_time(plan) or most_s == inf):
+                    return plan
+            # The steps alone would be in time: so may be what is not compiled, or evaluates less. Or else nothing fits
+            # but what gives its cache back.
+            if plans or most_s == inf:
+                usual = [
+                    searcher.plan(with_changes(found[row.program].loaded, row.changes))
+                    for row in rows.same_rows(found, asked)
+                ]
+                plans = [*plans, now, *usual]
+                if in_time := [plan for plan in plans if plan.memory.fits and self._in_time(plan)]:
+                    return in_time[0]
+            if now.memory.fits:
+                return now
+        return next((plan for plan in plans if plan.memory.fits), None)
 
-def _on_card(
-    loaded: LoadedConfig, device: Device, needs: _Needs, reserve_mib: float, hours: float | None
-) -> CardOption:
-    """Unchanged where that fits; else the largest micro-batch that does, each simulated on the card itself."""
-    settled = configs.settle(loaded, device).config
-    room_mib = device.usable_mib - reserve_mib - device.context_mib
-    searcher = Searcher(device, reserve_mib)
-    sizes = [pair for pair in batches(settled) if pair[0] <= settled.batch_size]
-    plan: Plan | None = None
-    for size, micro_steps in sizes:
-        config = msgspec.structs.replace(settled, batch_size=size, gradient_accumulation_steps=micro_steps)
-        last = size == sizes[-1][0]
-        if last or needs.reserved_mib(config, device) <= room_mib:
-            plan = searcher.simulate(loaded, config)
-            if plan.memory.fits:
-                break
-    assert plan is not None  # a micro-batch of one divides every batch
-    in_time = hours is None or (plan.time is not None and plan.time.hours <= hours)
-    return CardOption(plan, plan.config.batch_size == settled.batch_size, in_time)
+    def _in_time(self, plan: Plan) -> bool:
+        return self.hours is None or (plan.time is not None and plan.time.hours <= self.hours)

@@ -9,8 +9,7 @@ within `slack_of`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterable
 from math import ceil
 
 import msgspec
@@ -18,12 +17,11 @@ import msgspec
 from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict import clock
-from oomph.predict.memory import CUDA_ROUNDING_BYTES, find_moment
+from oomph.predict.memory import CUDA_ROUNDING_BYTES, find_moment, rounded
 from oomph.step import gpt
-from oomph.step.ops import Phase, Section, Step
+from oomph.step.ops import Buffer, Kind, Phase, Section, Step
 
-SHALLOW = 2  # layers; models of one and two more give the slopes of the time
-FEWEST = 2  # blocks that are kept, and that are checkpointed, of models that give the slopes of the memory
+FEWEST = 2  # blocks that are kept, and that are checkpointed, of models that give the slopes
 SLACK = 1.01  # a compiled step's peak is above its bound divided by this
 ENDS_SLACK = 1.1  # where all blocks but one are checkpointed, or all; seen at most: 1.04
 KEPT_SLACK = 1.05  # where none is; seen at most: 1.01
@@ -35,75 +33,58 @@ replace = msgspec.structs.replace
 
 
 class Sketch:
-    """The step of one config: its time, its peak and where that is, each worked out when it is first asked for."""
+    """What the micro-steps of one config take, or its whole step. Those after the first are alike, so that two speak
+    for any number. It is the same for every GPU but for the seconds."""
 
-    def __init__(self, config: TrainConfig, clock: Clock) -> None:
-        self._config = config
-        self._clock = clock
-        self._on_cpu = clock.device.kind == "cpu"
-
-    @cached_property
-    def step_s(self) -> float:
-        """The likely seconds, as a plan has them."""
-        return self._clock.step_s(self._config)
-
-    @cached_property
-    def peak(self) -> tuple[int, str, str, Phase]:
-        """Bytes allocated at the peak, and its section, operation and phase: the moment, whatever the depth."""
-        rounding_bytes = 1 if self._on_cpu else CUDA_ROUNDING_BYTES
-        peak_bytes, section_index, op_index = find_moment(self._step, rounding_bytes)
-        section = self._step.sections[section_index]
+    def __init__(self, config: TrainConfig, device: Device, whole: bool) -> None:
+        """With `whole`, of the optimizer and the evaluation too."""
+        self.config = config
+        step = _build(config, device, evaluates=whole)
+        training = [each for each in step.sections if each.ops[0].phase is not Phase.EVAL]
+        self._micro_steps: tuple[Section, ...] = tuple(training[:-1])
+        if not whole:
+            step = Step(step.resident, self._micro_steps)
+        self.peak_bytes, section_index, op_index = find_moment(step, _rounding_bytes(device))
+        section = step.sections[section_index]
         op = section.ops[op_index]
-        return peak_bytes, section.name, _from_the_end(op.name, self._config.n_layer), op.phase
+        # The moment, whatever the depth.
+        self.peak_at = (section.name, _from_the_end(op.name, config.n_layer), op.phase)
+        self.resident_bytes = _booked_bytes(step.resident, device)  # before the step: weights, the optimizer's state
 
-    @cached_property
-    def resident_bytes(self) -> int:
-        """Bytes allocated before the step begins: weights, the optimizer's state."""
-        return sum(buffer.bytes for buffer in self._step.resident)
-
-    @cached_property
-    def _step(self) -> Step:
-        """The step with two micro-steps at most: those after the first are alike."""
-        return gpt.build(_briefly(self._config), cuda=not self._on_cpu)
+    def works(self, device: Device) -> list[clock.Work]:
+        """What the device has to do in the first micro-step and, where there are several, in a later one."""
+        if self._micro_steps:
+            self._works = clock.works_of(self._micro_steps, device)
+            self._micro_steps = ()  # the operations are many, and have served
+        return self._works
 
 
-class Clock:
-    """Seconds of steps on one device. Micro-steps do not depend on the optimizer, nor its update on the batch: each is
-    timed once."""
+class Update:
+    """What the optimizer takes, with clipping and whatever the batch."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._micro_steps: dict[TrainConfig, list[float]] = {}
-        self._updates: dict[TrainConfig, float] = {}
+    def __init__(self, config: TrainConfig, device: Device) -> None:
+        """Found behind an eager micro-step; its time is that under the config."""
+        self.config = config
+        step = _build(replace(config, compile=False), device, evaluates=False)
+        self.state_bytes = _booked_bytes([each for each in step.resident if each.kind is Kind.OPTIMIZER], device)
+        self._works = clock.works_of(step.sections[-1:], device)
 
-    def step_s(self, config: TrainConfig) -> float:
-        """The likely seconds of one optimizer step."""
-        alike = replace(_briefly(config), optimizer="adamw", optimizer_loop="fused")
-        micro_steps = self._micro_steps.get(alike)
-        if micro_steps is None:
-            micro_steps = self._micro_steps[alike] = self._timed(alike, alike)[:-1]
-        count = max(1, config.gradient_accumulation_steps // config.world_size)
-        return micro_steps[0] + (count - 1) * micro_steps[-1] + self._update_s(config)
+    def works(self, _: Device) -> list[clock.Work]:
+        """What the device has to do."""
+        return self._works
 
-    def _update_s(self, config: TrainConfig) -> float:
-        """Of the optimizer with what comes before it: found behind the smallest eager micro-step."""
-        alike = replace(
-            config, batch_size=1, gradient_accumulation_steps=config.world_size, loss_chunk=0, checkpoint_layers=0
-        )
-        seconds = self._updates.get(alike)
-        if seconds is None:
-            seconds = self._updates[alike] = self._timed(replace(alike, compile=False), alike)[-1]
-        return seconds
 
-    def _timed(self, config: TrainConfig, as_if: TrainConfig) -> list[float]:
-        """Seconds of each section of a config's step, under the host's costs of another."""
-        step = gpt.build(config, cuda=self.device.kind != "cpu", evaluates=False)
-        seconds = []
-        for section in step.sections:
-            alone = Step((), (Section(section.name, section.ops),))
-            times = clock.likely_seconds(alone, as_if, self.device)
-            seconds.append(times.step_s if times is not None else _nominal_s(alone))
-        return seconds
+def _build(config: TrainConfig, device: Device, evaluates: bool) -> Step:
+    return gpt.build(config, device.kind != "cpu", evaluates=evaluates, threads=device.threads)
+
+
+def _rounding_bytes(device: Device) -> int:
+    return 1 if device.kind == "cpu" else CUDA_ROUNDING_BYTES
+
+
+def _booked_bytes(buffers: Iterable[Buffer], device: Device) -> int:
+    rounding_bytes = _rounding_bytes(device)
+    return sum(rounded(buffer.bytes, rounding_bytes) for buffer in buffers)
 
 
 def _from_the_end(name: str, layers: int) -> str:
@@ -113,64 +94,107 @@ def _from_the_end(name: str, layers: int) -> str:
     return f"{room}.{int(index) - layers}.{inside}" if room == "h" and index.isdecimal() else name
 
 
-def _briefly(config: TrainConfig) -> TrainConfig:
-    """The config with no more than two micro-steps to a step."""
-    most = BRIEF * config.world_size
-    return replace(config, gradient_accumulation_steps=most) if config.gradient_accumulation_steps > most else config
+class Small(msgspec.Struct, frozen=True):
+    """A model of few layers, which speaks for deeper ones."""
+
+    config: TrainConfig
+    peak_at: tuple[str, str, Phase]
+    peak_bytes: int
+    resident_bytes: int
 
 
 class Estimator:
-    """Sketches of configs on one device, each drawn once."""
+    """Sketches of configs on one device, each drawn once; those drawn for another GPU serve too."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, other: Estimator | None = None) -> None:
         self.device = device
-        self._clock = Clock(device)
-        self._known: dict[TrainConfig, Sketch] = {}
+        alike = other is not None and (other.device.kind == "cpu") == (device.kind == "cpu")
+        self._sketches: dict[tuple[TrainConfig, bool], Sketch] = other._sketches if other and alike else {}
+        self._updates: dict[TrainConfig, Update] = other._updates if other and alike else {}
+        self._seconds: dict[Sketch | Update, list[float]] = {}
 
     def exact(self, config: TrainConfig) -> Sketch:
         """The step at full depth."""
-        config = replace(config, expandable_segments=False)  # the operations are the same
-        sketch = self._known.get(config)
+        return self._sketch(config, whole=True)
+
+    def exact_s(self, config: TrainConfig) -> float:
+        """Seconds a step, as a plan has them."""
+        return self._step_s(self.exact(config), config)
+
+    def _sketch(self, config: TrainConfig, whole: bool) -> Sketch:
+        brief = min(config.gradient_accumulation_steps, BRIEF * config.world_size)
+        config = replace(config, gradient_accumulation_steps=brief, expandable_segments=False)  # the same operations
+        sketch = self._sketches.get((config, whole))
         if sketch is None:
-            sketch = self._known[config] = Sketch(config, self._clock)
+            sketch = self._sketches[config, whole] = Sketch(config, self.device, whole)
         return sketch
 
+    def _micro_steps_of(self, config: TrainConfig) -> Sketch:
+        """A sketch of the micro-steps alone: no optimizer changes them, so that one serves them all."""
+        return self._sketch(replace(config, optimizer="adamw", optimizer_loop="fused"), whole=False)
+
+    def _update(self, config: TrainConfig) -> Update:
+        one = {"batch_size": 1, "gradient_accumulation_steps": config.world_size}
+        alike = replace(config, **one, loss_chunk=0, checkpoint_layers=0, expandable_segments=False)
+        update = self._updates.get(alike)
+        if update is None:
+            update = self._updates[alike] = Update(alike, self.device)
+        return update
+
+    def _step_s(self, sketch: Sketch, config: TrainConfig) -> float:
+        first_s, *later_s = self._sections_s(sketch)
+        count = max(1, config.gradient_accumulation_steps // config.world_size)
+        return first_s + (count - 1) * (later_s or [first_s])[0] + self._sections_s(self._update(config))[0]
+
+    def _sections_s(self, part: Sketch | Update) -> list[float]:
+        """Likely seconds of each section, run once."""
+        seconds = self._seconds.get(part)
+        if seconds is None:
+            works = part.works(self.device)
+            likely = clock.likely_sections_s(works, part.config, self.device)
+            seconds = self._seconds[part] = likely if likely is not None else [_nominal_s(each) for each in works]
+        return seconds
+
+    def _small(self, config: TrainConfig) -> Small:
+        sketch, update = self._micro_steps_of(config), self._update(config)
+        more = update.state_bytes - self._update(sketch.config).state_bytes  # than the sketch's optimizer keeps
+        return Small(config, sketch.peak_at, sketch.peak_bytes + more, sketch.resident_bytes + more)
+
     def step_s(self, config: TrainConfig) -> float:
-        """Seconds a step, nearly: the head and the ends from a shallow model, the blocks by their slope."""
-        if _is_shallow(config):
-            return self.exact(config).step_s
-        return _carried_on(config, [self.exact(each).step_s for each in _shallow(config)])
+        """Seconds a step, nearly."""
+        models, line = self._along(config)
+        return line([self._step_s(self._micro_steps_of(model.config), model.config) for model in models])
 
-    def floor_bytes(self, config: TrainConfig) -> int:
+    def floor_bytes(self, config: TrainConfig) -> float:
         """What is allocated at the peak, at least: eager, without fail; compiled, see `slack_of`."""
-        sketches, line = self._along(config)
-        if len({sketch.peak[1:] for sketch in sketches}) == 1:
-            return line([_peak_bytes(sketch) for sketch in sketches])
+        models, line = self._along(config)
+        if len({model.peak_at for model in models}) == 1 and not _levels_off(config):
+            return line([model.peak_bytes for model in models])
         # Several moments are no one line; what is there before the step begins is.
-        return line([_resident_bytes(sketch) for sketch in sketches])
+        return line([model.resident_bytes for model in models])
 
-    def lean_bytes(self, config: TrainConfig) -> int:
+    def lean_bytes(self, config: TrainConfig) -> float:
         """What is allocated at the peak, nearly, for comparing candidates by it."""
-        sketches, line = self._along(config)
-        return line([_peak_bytes(sketch) for sketch in sketches])
+        models, line = self._along(config)
+        return line([model.peak_bytes for model in models])
 
     def fewest_checkpointed(self, config: TrainConfig, room_bytes: float) -> int:
         """Of a setting that keeps every block: how many must be checkpointed at least, all but the last in question.
 
         At the moment of its peak a checkpointed block saves what it holds there at most; the weights stay.
         """
-        sketches, line = self._along(config)
-        if len(sketches) == 1 or len({sketch.peak[1:] for sketch in sketches}) > 1:
+        models, line = self._along(config)
+        if len(models) == 1 or len({model.peak_at for model in models}) > 1:
             return 0
-        peaks, weights = ([figure(each) for each in sketches] for figure in (_peak_bytes, _resident_bytes))
-        missing = line(peaks) / slack_of(config) - room_bytes
-        held = (peaks[1] - peaks[0] - (weights[1] - weights[0])) / period_of(config)
+        missing = line([model.peak_bytes for model in models]) / slack_of(config) - room_bytes
+        few, more = models
+        held = more.peak_bytes - few.peak_bytes - (more.resident_bytes - few.resident_bytes)
         if missing <= 0:
             return 0
-        return min(config.n_layer, ceil(missing / held)) if held > 0 else config.n_layer
+        return min(config.n_layer, ceil(missing / held * period_of(config))) if held > 0 else config.n_layer
 
-    def _along(self, config: TrainConfig) -> tuple[list[Sketch], Callable[[list[int]], int]]:
-        """The small models that tell a config's memory, and the line through their figures to the config itself: from
+    def _along(self, config: TrainConfig) -> tuple[list[Small], Callable[[list[float]], float]]:
+        """The small models that tell what a config takes, and the line through their figures to the config itself: from
         the first, so many steps to more kept blocks and so many to more checkpointed ones."""
         period = period_of(config)
         again, kept = config.checkpoint_layers, config.n_layer - config.checkpoint_layers
@@ -184,20 +208,12 @@ class Estimator:
             steps.append((again - few_again) // period)
         models = [replace(config, n_layer=sum(shape), checkpoint_layers=shape[1]) for shape in shapes]
 
-        def line(figures: list[int]) -> int:
+        def line(figures: list[float]) -> float:
             return figures[0] + sum(
                 times * (figure - figures[0]) for times, figure in zip(steps, figures[1:], strict=True)
             )
 
-        return [self.exact(each) for each in models], line
-
-
-def _peak_bytes(sketch: Sketch) -> int:
-    return sketch.peak[0]
-
-
-def _resident_bytes(sketch: Sketch) -> int:
-    return sketch.resident_bytes
+        return [self._small(each) for each in models], line
 
 
 def slack_of(config: TrainConfig) -> float:
@@ -207,6 +223,12 @@ def slack_of(config: TrainConfig) -> float:
     if not config.checkpoint_layers:
         return KEPT_SLACK
     return SLACK if config.n_layer - config.checkpoint_layers >= FEWEST else ENDS_SLACK
+
+
+def _levels_off(config: TrainConfig) -> bool:
+    """Whether a deep model's peak may be far below the line: compiled, of scores that checkpointed blocks compute again
+    only so many are kept for the next to overwrite."""
+    return config.compile and config.checkpoint_layers > 0 and config.attention == "math"
 
 
 def period_of(config: TrainConfig) -> int:
@@ -219,33 +241,6 @@ def _fewest(blocks: int, period: int) -> int:
     return blocks if blocks < FEWEST else FEWEST + (blocks - FEWEST) % period
 
 
-def _is_shallow(config: TrainConfig) -> bool:
-    """Whether the config is no deeper than the models its time would be told from."""
-    return config.n_layer <= SHALLOW + (2 if config.checkpoint_layers else 1)
-
-
-def _shallow(config: TrainConfig) -> list[TrainConfig]:
-    """Two layers and three; where blocks are checkpointed, also four of which one is, and two are: the first block is
-    not like the others, whether it is kept or computed again."""
-    base = replace(config, n_layer=SHALLOW, checkpoint_layers=0)
-    models = [base, replace(base, n_layer=SHALLOW + 1)]
-    again = [replace(base, n_layer=SHALLOW + 2, checkpoint_layers=count) for count in (1, 2)]
-    return [*models, *again] if config.checkpoint_layers else models
-
-
-def _carried_on(config: TrainConfig, figures: list[float]) -> float:
-    """Seconds of the shallow models, along a straight line to the config's depth and its checkpointed blocks."""
-    base, deeper = figures[:2]
-    if not config.checkpoint_layers:
-        return base + (config.n_layer - SHALLOW) * (deeper - base)
-    one, two = figures[2:]
-    return one + (config.n_layer - SHALLOW - 2) * (deeper - base) + (config.checkpoint_layers - 1) * (two - one)
-
-
-def _nominal_s(step: Step) -> float:
+def _nominal_s(work: clock.Work) -> float:
     """Seconds on a card of no importance."""
-    total = 0.0
-    for section in step.sections:
-        flops = sum(op.times * op.flops for op in section.ops)
-        total += section.times * (flops / NOMINAL_FLOPS_PER_S + sum(op.times for op in section.ops) * NOMINAL_LAUNCH_S)
-    return total
+    return sum(count * (op.flops / NOMINAL_FLOPS_PER_S + NOMINAL_LAUNCH_S) for _, op, count in work.ops)

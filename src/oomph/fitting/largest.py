@@ -3,8 +3,10 @@ whole run proposed from nothing but a card, a time and a number of tokens."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -12,7 +14,7 @@ from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.fitting import shapes
 from oomph.fitting.result import Option, Value
-from oomph.fitting.search import Searcher
+from oomph.fitting.search import Searcher, boundary
 from oomph.fitting.shapes import Shape
 from oomph.fitting.space import Ladder, batches, changes_between, with_changes
 from oomph.planner import Plan
@@ -35,9 +37,16 @@ class Sizer:
     """Model sizes tried on one device, each at its fastest setting."""
 
     def __init__(
-        self, loaded: LoadedConfig, searcher: Searcher, limits: Limits, proposing: bool, as_asked: bool = False
+        self,
+        loaded: LoadedConfig,
+        searcher: Searcher,
+        limits: Limits,
+        proposing: bool,
+        tell: Callable[[str], None],
+        as_asked: bool = False,
     ) -> None:
         self.loaded = loaded
+        self.tell = tell  # what is being tried
         self.as_asked = as_asked  # the micro-batch and all else stay as the config has them
         self.searcher = searcher
         self.limits = limits
@@ -49,11 +58,16 @@ class Sizer:
         """The model of that shape at the fastest setting that fits; None where none does."""
         if shape not in self._plans:
             loaded = self.config(shape)
-            settled = configs.settle(loaded, self.searcher.device).config
-            every = [_alone(settled)] if self.as_asked else list(_settings(settled))
+            every = self._ladders(loaded)
             self.evaluated += sum(each.settings for each in every)
-            self._plans[shape] = self.searcher.fastest(loaded, every)
+            self.tell(f"{shape.n_layer:,} layers × {shape.n_embd:,}")
+            fits = self.searcher.peak_ever_fits(every)
+            self._plans[shape] = self.searcher.fastest(loaded, every) if fits else None
         return self._plans[shape]
+
+    def _ladders(self, loaded: LoadedConfig) -> list[Ladder]:
+        settled = configs.settle(loaded, self.searcher.device).config
+        return [_alone(settled)] if self.as_asked else list(_settings(settled))
 
     def config(self, shape: Shape) -> LoadedConfig:
         """The run with a model of that shape, and the schedule that suits it where the run is ours to propose."""
@@ -76,10 +90,6 @@ class Sizer:
 
     def will_do(self, shape: Shape) -> bool:
         """Whether the model fits and is trained in time, and, proposed, has the tokens a model of its size wants."""
-        if self.proposing and self.limits.tokens is not None:
-            wanted = shapes.TOKENS_PER_PARAMETER * count_nanogpt(self.config(shape).config)
-            if wanted > self.limits.tokens:
-                return False
         if not self._could(shape):
             return False
         plan = self.plan(shape)
@@ -88,18 +98,36 @@ class Sizer:
         return self.limits.hours is None or (plan.time is not None and plan.time.hours <= self.limits.hours)
 
     def _could(self, shape: Shape) -> bool:
-        """False where the weights, their gradients and Adam's state alone are too many."""
+        """False where the tokens are too few for such a model, or its weights, gradients and Adam's state too many."""
+        if self.proposing and self.limits.tokens is not None:
+            wanted = shapes.TOKENS_PER_PARAMETER * count_nanogpt(self.config(shape).config)
+            if wanted > self.limits.tokens:
+                return False
         return 16 * shape.block_parameters <= self.searcher.room_bytes or self.loaded.config.optimizer != "adamw"
 
+    def _guess(self, sizes: Sequence[Shape], fragmented: float) -> int:
+        """How many of the sizes will do, as far as models of few layers tell."""
+
+        def fails(shape: Shape) -> bool:
+            if not self._could(shape):
+                return True
+            loaded, hours = self.config(shape), self.limits.hours
+            most_s = inf if hours is None else hours * 3600 / loaded.config.max_iters
+            return not self.searcher.seems_to_do(self._ladders(loaded), most_s, fragmented)
+
+        return bisect_left(sizes, True, key=fails)
+
     def last(self, sizes: Sequence[Shape]) -> Shape | None:
-        """The last of growing sizes that will do: memory and time grow with them, so halving finds it."""
-        low, high = -1, len(sizes) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.will_do(sizes[middle]) else (low, middle - 1)
-        near = range(low + 1, min(low + 1 + NEARLY_ORDERED, len(sizes)))
-        low = max([low, *(place for place in near if self.will_do(sizes[place]))])
-        return sizes[low] if low >= 0 else None
+        """The last of growing sizes that will do: memory and time grow with them. Which it is is guessed first; those
+        about it are searched."""
+        guess = self._guess(sizes, 1.0)
+        self.searcher.fragmented = 1.0
+        if guess and not self.will_do(sizes[guess - 1]):
+            guess = self._guess(sizes, self.searcher.fragmented)  # as what was just simulated is
+        number = boundary(sizes, guess, self.will_do)
+        near = range(number, min(number + NEARLY_ORDERED, len(sizes)))
+        last = max([number - 1, *(place for place in near if self.will_do(sizes[place]))])
+        return sizes[last] if last >= 0 else None
 
     def last_planned(self, sizes: Sequence[Shape]) -> tuple[Shape, Plan] | None:
         """The last that will do, with its plan."""
@@ -124,7 +152,7 @@ def _settings(base: TrainConfig) -> Iterator[Ladder]:
 def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[Shape, Plan] | None]]:
     """The ways to grow a config's model, by name."""
     config = sizer.loaded.config
-    plain = Sizer(sizer.loaded, sizer.searcher, sizer.limits, sizer.proposing, as_asked=True)
+    plain = Sizer(sizer.loaded, sizer.searcher, sizer.limits, sizer.proposing, sizer.tell, as_asked=True)
     batch = f"{config.batch_size} × {config.gradient_accumulation_steps}"
     layers = f"{config.n_layer} layer{'s' * (config.n_layer != 1)}"
     widths = [Shape(config.n_layer, width) for width in range(shapes.HEAD_SIZE, WIDEST, shapes.HEAD_SIZE)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -19,10 +19,11 @@ from oomph.units import count
 NEIGHBOURS = 2  # sizes shown on either side of the proposed one
 
 
-def grow(loaded: LoadedConfig, searcher: Searcher, hours: float | None) -> Fit:
-    """The widest, the deepest and the best-proportioned model that fits, with the config's batch and tokens."""
+def grow(loaded: LoadedConfig, searcher: Searcher, hours: float | None, tell: Callable[[str], None]) -> Fit:
+    """The widest, the deepest and the best-proportioned model that fits, with the config's batch and tokens. `tell` is
+    told what is being tried."""
     now = searcher.plan(loaded)
-    sizer = Sizer(loaded, searcher, Limits(hours, None), proposing=False)
+    sizer = Sizer(loaded, searcher, Limits(hours, None), proposing=False, tell=tell)
     options: list[Option] = []
     for name, find in growing(sizer).items():
         found = find()
@@ -48,9 +49,15 @@ def grow(loaded: LoadedConfig, searcher: Searcher, hours: float | None) -> Fit:
     )
 
 
-def propose(loaded: LoadedConfig, searcher: Searcher, tokens: float | None, hours: float | None) -> Fit:
+def propose(
+    loaded: LoadedConfig,
+    searcher: Searcher,
+    tokens: float | None,
+    hours: float | None,
+    tell: Callable[[str], None],
+) -> Fit:
     """A model and a run for a card, a time and a number of tokens; `loaded` holds whatever else was said."""
-    sizer = Sizer(loaded, searcher, Limits(hours, tokens), proposing=True)
+    sizer = Sizer(loaded, searcher, Limits(hours, tokens), proposing=True, tell=tell)
     ladder = shapes.ladder(loaded.config.vocab_size)
     best = sizer.last(ladder)
     place = ladder.index(best) if best is not None else 0

@@ -14,6 +14,11 @@ KINDS: tuple[Kind, ...] = ("same", "nearly", "different")
 Value = int | float | str | bool
 
 
+def is_patched(plan: Plan) -> bool:
+    """Whether nanoGPT needs our two-line patch for what is planned."""
+    return plan.config.trainer == "nanogpt" and plan.config.return_logits is False
+
+
 class Option(msgspec.Struct, frozen=True):
     """One way to run, checked by the full simulation."""
 
@@ -33,7 +38,7 @@ class Option(msgspec.Struct, frozen=True):
     @property
     def patched(self) -> bool:
         """Whether nanoGPT needs our two-line patch for it."""
-        return self.trainer == "nanogpt" and self.plan.config.return_logits is False
+        return is_patched(self.plan)
 
     @property
     def fits(self) -> bool:

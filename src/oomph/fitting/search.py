@@ -9,10 +9,11 @@ The first that passes is the fastest: everything behind it is slower.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from math import inf
+from typing import TypeVar
 
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
@@ -25,7 +26,10 @@ from oomph.units import MIB
 
 OPTIMISM = 0.99  # a shallow estimate of the time is right to less than a percent; seen: 0.56 %
 NEAR_THE_LEANEST = 8  # settings that look the leanest from few layers, of which the whole step tells
-LAST_RISE = 1.5  # checkpointing the last block too may raise the peak, by less than this; seen: 1.26
+LAST_RISE = 2.0  # checkpointing the last block too may raise the peak, by less than this; seen: 1.61 (math attention)
+
+
+T = TypeVar("T")
 
 
 class _Look(IntEnum):
@@ -40,12 +44,14 @@ class _Look(IntEnum):
 class Searcher:
     """Plans and estimates on one device, each made once."""
 
-    def __init__(self, device: Device, reserve_mib: float = 0.0) -> None:
+    def __init__(self, device: Device, reserve_mib: float = 0.0, other: Searcher | None = None) -> None:
+        """`other` has searched on another device: what it knows that does not depend on the device serves here too."""
         self.device = device
         self.reserve_mib = reserve_mib
-        self.estimator = Estimator(device)
+        self.estimator: Estimator = Estimator(device, other.estimator if other is not None else None)
         self.room_bytes = (device.usable_mib - reserve_mib - (device.context_mib or 0)) * MIB
         self.safe_room_bytes = (self.room_bytes - CONTEXT_SPREAD_MIB * MIB) / (1 + ALLOCATED_SPREAD)
+        self.fragmented = 1.0  # what was simulated last: reserved, over allocated
         self._plans: dict[TrainConfig, Plan] = {}
 
     def plan(self, loaded: LoadedConfig) -> Plan:
@@ -54,6 +60,7 @@ class Searcher:
         known = self._plans.get(settled.config)
         if known is None:
             known = self._plans[settled.config] = plan(settled, self.device, reserve_mib=self.reserve_mib)
+            self.fragmented = known.memory.reserved_mib / known.memory.allocated_mib
         return known
 
     def simulate(self, like: LoadedConfig, config: TrainConfig) -> Plan:
@@ -64,15 +71,45 @@ class Searcher:
         """False only where the peak exceeds the card."""
         return self.estimator.floor_bytes(config) <= slack_of(config) * self.room_bytes
 
-    def peak_fits(self, config: TrainConfig) -> bool:
-        """Whether what is allocated at the peak is no more than the card has; fragmentation may still add to it."""
-        return self._peak_bytes(config) <= self.room_bytes
+    def seems_to_do(self, ladders: Iterable[Ladder], at_most_s: float, fragmented: float) -> bool:
+        """Whether some setting fits, so fragmented, and takes no longer than that a step, as far as models of few
+        layers tell.
+
+        Smaller micro-batches take less memory and larger ones, mostly, less time.
+        """
+        every = sorted(ladders, key=lambda ladder: ladder.config.batch_size)
+        smallest = _smallest_batches(every)
+        for ladder in every:
+            fitting = [each for each in (ladder.at(0), ladder.at(-1)) if self.seems_to_fit(each, fragmented)]
+            if any(self.estimator.step_s(each) <= at_most_s for each in fitting):
+                return True
+            if not fitting and ladder.config.batch_size not in smallest:
+                return False
+        return False
+
+    def seems_to_fit(self, config: TrainConfig, fragmented: float = 1.0) -> bool:
+        """Whether it fits, so fragmented, as far as models of few layers tell."""
+        return fragmented * self.estimator.lean_bytes(config) <= self.room_bytes
+
+    def peak_ever_fits(self, ladders: Iterable[Ladder]) -> bool:
+        """Whether any setting's peak is no more than the card has; fragmentation may still add to it. The smallest
+        micro-batches and, of each strand, the last rung speak for the others."""
+        every = list(ladders)
+        smallest = _smallest_batches(every)
+        lean = [
+            each.at(strand[-1]) for each in every if each.config.batch_size in smallest for strand in each.strands()
+        ]
+        lean.sort(key=self.estimator.lean_bytes)
+        return any(self.may_fit(each) and self._peak_bytes(each) <= self.room_bytes for each in lean)
 
     def _peak_bytes(self, config: TrainConfig) -> int:
-        return self.estimator.exact(config).peak[0]
+        return self.estimator.exact(config).peak_bytes
 
-    def fastest(self, like: LoadedConfig, ladders: Iterable[Ladder], safe: bool = False) -> Plan | None:
-        """The fastest setting that fits without the allocator having to give its cache back; None where none does.
+    def fastest(
+        self, like: LoadedConfig, ladders: Iterable[Ladder], safe: bool = False, at_most_s: float = inf
+    ) -> Plan | None:
+        """The fastest setting that fits without the allocator having to give its cache back; None where none does, or
+        none in the seconds to a step that it may take.
 
         Of equally fast ones the first, so ladders should come with the ones that change least in front. `safe` asks
         for one that fits even where the prediction misses by as much as it may. A ladder waits in the queue with its
@@ -82,7 +119,9 @@ class Searcher:
         queue = [(self._best_s(ladder.at(0)), rank, 0, _Look.NONE, ladder) for rank, ladder in self._possible(ladders)]
         heapq.heapify(queue)
         while queue:
-            _, rank, rung, looked, ladder = heapq.heappop(queue)
+            least_s, rank, rung, looked, ladder = heapq.heappop(queue)
+            if least_s > at_most_s:
+                return None
             if looked is _Look.EXACT:
                 for each in ladder.both(rung):
                     found = self.simulate(like, each)
@@ -90,7 +129,7 @@ class Searcher:
                         return found
                 higher = rung + 1
             elif looked is _Look.ROUGH and (higher := self._next_fitting(ladder, rung, room_bytes)) == rung:
-                heapq.heappush(queue, (self.estimator.exact(ladder.at(rung)).step_s, rank, rung, _Look.EXACT, ladder))
+                heapq.heappush(queue, (self.estimator.exact_s(ladder.at(rung)), rank, rung, _Look.EXACT, ladder))
                 continue
             elif looked is _Look.SHALLOW:
                 higher = self._rough_rung(ladder, rung)
@@ -115,39 +154,48 @@ class Searcher:
         def fits(place: int) -> bool:
             return self._peak_bytes(ladder.at(place)) <= room_bytes
 
+        def seems_to_fit(place: int) -> bool:
+            return self.estimator.lean_bytes(ladder.at(place)) <= room_bytes
+
         possible = self._first_possible(ladder, rung)
         if possible > rung:
             return possible  # it may never come up again, so that its peak need not be known yet
-        return rung if fits(rung) else self._first(ladder, rung + 1, lambda n: self.may_fit(ladder.at(n)) and fits(n))
+        if fits(rung):
+            return rung
+        return self._first(ladder, rung + 1, lambda n: self.may_fit(ladder.at(n)) and fits(n), seems_to_fit)
 
     def _first_possible(self, ladder: Ladder, rung: int = 0) -> int:
         """The first rung from this one on that may fit; one past the last where there is none."""
         return self._first(ladder, rung, lambda place: self.may_fit(ladder.at(place)))
 
-    def _first(self, ladder: Ladder, rung: int, fits: Callable[[int], bool]) -> int:
+    def _first(
+        self, ladder: Ladder, rung: int, fits: Callable[[int], bool], seems_to_fit: Callable[[int], bool] | None = None
+    ) -> int:
         """The first rung from this one on that passes: within a strand the peak sinks, so that one that fails speaks
-        for those below it."""
+        for those below it. It is looked for where it seems to be, or else from below."""
         first = len(ladder.counts)
         for strand in ladder.strands():
-            low, high = bisect_left(strand, rung), bisect_left(strand, first)
-            reach = 1  # the answer is most often near: ever longer strides until one passes, then halving
-            while low + reach < high and not fits(strand[low + reach - 1]):
-                low, reach = low + reach, 2 * reach
-            place = bisect_left(strand, True, lo=low, hi=min(high, low + reach), key=fits)
-            if place < high:
-                first = strand[place]
+            places = strand[bisect_left(strand, rung) : bisect_left(strand, first)]
+            guess = bisect_left(places, True, key=seems_to_fit) if seems_to_fit is not None else 0
+            failing = boundary(places, guess, lambda place: not fits(place))
+            if failing < len(places):
+                first = places[failing]
         return first
 
     def _possible(self, ladders: Iterable[Ladder]) -> list[tuple[int, Ladder]]:
         """The ladders of which a rung may fit, each with its rank. Memory grows with the micro-batch, so that of those
-        alike otherwise one that cannot fit speaks for the larger ones, and halving finds it."""
+        alike otherwise one that cannot fit speaks for the larger ones; the last is near that of the family before."""
         families: dict[TrainConfig, list[tuple[int, Ladder]]] = {}
         for rank, each in enumerate(ladders):
             families.setdefault(_family(each.config), []).append((rank, each))
         possible: list[tuple[int, Ladder]] = []
+        largest: int | None = None
         for members in families.values():
-            members.sort(key=lambda pair: pair[1].config.batch_size)
-            possible += members[: bisect_left(members, True, key=lambda pair: not self._ever_may_fit(pair[1]))]
+            members.sort(key=_batch_size)
+            guess = bisect_right(members, largest, key=_batch_size) if largest is not None else len(members) // 2
+            fitting = members[: boundary(members, guess, lambda member: self._ever_may_fit(member[1]))]
+            possible += fitting
+            largest = _batch_size(fitting[-1]) if fitting else 0
         return possible
 
     def _ever_may_fit(self, ladder: Ladder) -> bool:
@@ -164,7 +212,10 @@ class Searcher:
         """A time that a setting cannot beat. In mixed precision: compiled, where the same products come with fewer
         passes over memory. Where nothing is cast, compiled may be the slower of the two."""
         mixed = config.autocast and config.dtype != "float32"
-        return self.estimator.step_s(replace(config, compile=True) if mixed else config) * OPTIMISM
+        if config.compile or not mixed:
+            return self.estimator.step_s(config) * OPTIMISM
+        measured = self.device.eager_ratio / self.device.compiled_ratio  # what a check of this device has found
+        return self.estimator.step_s(replace(config, compile=True)) * measured * OPTIMISM
 
     def roomiest(self, like: LoadedConfig, ladders: Iterable[Ladder], at_most_s: float = inf) -> Plan | None:
         """Of the settings that take no longer than that a step, the one that takes the least memory, or nearly.
@@ -174,7 +225,7 @@ class Searcher:
         quick: list[TrainConfig] = []
         if at_most_s == inf:
             every = list(ladders)
-            smallest = [min(batch) for batch in _by_accumulation(every).values()]
+            smallest = _smallest_batches(every)
             for ladder in every:
                 if ladder.config.batch_size in smallest:
                     quick += _ends(ladder, 0, len(ladder.counts))
@@ -194,6 +245,28 @@ class Searcher:
         return min(plans, key=lambda each: each.memory.total_mib, default=None)
 
 
+def boundary(things: Sequence[T], guess: int, passes: Callable[[T], bool]) -> int:
+    """How many pass, where those that do come first: by ever longer strides from a guess, then by halving."""
+    low, high, reach = 0, len(things), 1  # everything below `low` passes, nothing from `high` on
+    if guess == 0 or passes(things[guess - 1]):
+        low = guess
+        while low < high:
+            place = min(high, low + reach) - 1
+            if not passes(things[place]):
+                high = place
+                break
+            low, reach = place + 1, 2 * reach
+    else:
+        high = guess - 1
+        while low < high:
+            place = max(low, high - reach)
+            if passes(things[place]):
+                low = place + 1
+                break
+            high, reach = place, 2 * reach
+    return bisect_left(things, True, lo=low, hi=high, key=lambda thing: not passes(thing))
+
+
 def is_safe(plan: Plan) -> bool:
     """Whether it fits even where the prediction misses by as much as it may."""
     memory = plan.memory
@@ -206,17 +279,21 @@ def _ends(ladder: Ladder, start: int, end: int) -> list[TrainConfig]:
     return [config for rung in rungs for config in ladder.both(rung)]
 
 
-def _by_accumulation(ladders: Iterable[Ladder]) -> dict[bool, set[int]]:
-    """The micro-batches of the settings that accumulate gradients, and of those that do not."""
+def _smallest_batches(ladders: Iterable[Ladder]) -> set[int]:
+    """The smallest micro-batch of the settings that accumulate gradients, and of those that do not."""
     batches: dict[bool, set[int]] = {}
     for ladder in ladders:
         batches.setdefault(_is_alone(ladder.config), set()).add(ladder.config.batch_size)
-    return batches
+    return {min(sizes) for sizes in batches.values()}
 
 
 def _is_alone(config: TrainConfig) -> bool:
     """Whether a step is one micro-step, which holds no second gradients."""
     return config.gradient_accumulation_steps <= config.world_size
+
+
+def _batch_size(member: tuple[int, Ladder]) -> int:
+    return member[1].config.batch_size
 
 
 def _family(config: TrainConfig) -> TrainConfig:

@@ -14,7 +14,10 @@ from oomph.devices import Device
 from oomph.fitting.estimate import period_of
 from oomph.fitting.result import Value
 
-LOSS_CHUNKS = (512, 1024, 2048, 8192)  # tokens; 0, all at once, is tried too
+# Tokens; 0, all at once, is tried too. By the clock, over 1,600 drawn models, cards and amounts of room, the fastest
+# setting with these is 0.07 % slower in the mean than with 256, 16384 and 32768 beside them, and 1 % in the worst
+# hundredth; without 4096 it is 0.16 % and 2 %.
+LOSS_CHUNKS = (512, 1024, 2048, 4096, 8192)
 MOST_CHUNKS = 64  # to one micro-step: by then the chunk is a trifle beside the rest, and more only cost time
 COMPILE_CAPABILITY = 7.0  # what torch.compile's GPU back end needs
 _FIRST = ("trainer", "n_layer", "n_head", "n_embd", "block_size", "batch_size")  # as people would write them

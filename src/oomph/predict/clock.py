@@ -6,6 +6,7 @@ micro-step takes as long as the slower of the two. Each figure comes with a best
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,7 +40,7 @@ class Seconds(msgspec.Struct, frozen=True):
     eval_batch_s: float
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """A section's operations, each kind once with how often it occurs."""
 
     times: int
@@ -60,15 +61,15 @@ def predict_times(step: Step, config: TrainConfig, device: Device) -> Times | No
     """How long the step takes on the device; None where the device's rates are not known."""
     if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
         return None
-    program, works = program_of(config), _works(step, device)
+    program, works = program_of(config), works_of(step.sections, device)
     return Times(*(_run(works, config, device, program, assume) for assume in (BEST, LIKELY, WORST)))
 
 
-def likely_seconds(step: Step, config: TrainConfig, device: Device) -> Seconds | None:
-    """The likely time alone, as `predict_times` has it: for searches."""
+def likely_sections_s(works: list[Work], config: TrainConfig, device: Device) -> list[float] | None:
+    """The likely seconds of each section alone, run once: for searches."""
     if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
         return None
-    return _run(_works(step, device), config, device, program_of(config), LIKELY)
+    return list(_seconds(works, config, device, program_of(config), LIKELY))
 
 
 def program_of(config: TrainConfig) -> Program:
@@ -105,11 +106,11 @@ def torch_release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _works(step: Step, device: Device) -> list[_Work]:
-    """The step's operations by kind: a model's blocks repeat, so that few of them are really different."""
+def works_of(sections: Sequence[Section], device: Device) -> list[Work]:
+    """The sections' operations by kind: a model's blocks repeat, so that few of them are really different."""
     kind_of = _cpu_kind if device.cpu_rates is not None else _kind
     works = []
-    for section in step.sections:
+    for section in sections:
         counts: dict[object, list[Any]] = {}
         for op in section.ops:
             kind = kind_of(op)
@@ -120,7 +121,7 @@ def _works(step: Step, device: Device) -> list[_Work]:
                 found[1] += op.times
         evaluates = bool(section.ops) and section.ops[0].phase is Phase.EVAL
         ops = [(kind, op, count) for kind, (op, count) in counts.items()]
-        works.append(_Work(section.times, evaluates, reads_batch(section), ops))
+        works.append(Work(section.times, evaluates, reads_batch(section), ops))
     return works
 
 
@@ -134,9 +135,22 @@ def _cpu_kind(op: Op) -> object:
     return (_kind(op), *op.name.split(".")[-2:], *(buffer.bytes for buffer in op.allocates))
 
 
-def _run(works: list[_Work], config: TrainConfig, device: Device, program: Program, assume: Assumptions) -> Seconds:
-    known: dict[object, float] = {}
+def _run(works: list[Work], config: TrainConfig, device: Device, program: Program, assume: Assumptions) -> Seconds:
     step_s = eval_s = 0.0
+    for work, seconds in zip(works, _seconds(works, config, device, program, assume), strict=True):
+        if work.evaluates:
+            eval_s = seconds  # the last of them: a later batch, not the first
+        else:
+            step_s += work.times * seconds
+    return Seconds(step_s, eval_s)
+
+
+def _seconds(
+    works: list[Work], config: TrainConfig, device: Device, program: Program, assume: Assumptions
+) -> Iterator[float]:
+    """Of each, run once: the slower of the device and the host."""
+    ratio = device.compiled_ratio if config.compile else device.eager_ratio
+    known: dict[object, float] = {}
     for work in works:
         device_s, kernels = 0.0, 0
         for kind, op, count in work.ops:
@@ -145,10 +159,4 @@ def _run(works: list[_Work], config: TrainConfig, device: Device, program: Progr
                 seconds = known[kind] = op_seconds(op, device, program, assume)
             device_s += count * seconds
             kernels += count * (op.kernel is not Kernel.NONE)
-        seconds = max(device_s, host_seconds(kernels, work.reads, config, device, assume))
-        if work.evaluates:
-            eval_s = seconds  # the last of them: a later batch, not the first
-        else:
-            step_s += work.times * seconds
-    ratio = device.compiled_ratio if config.compile else device.eager_ratio
-    return Seconds(step_s * ratio, eval_s * ratio)
+        yield ratio * max(device_s, host_seconds(kernels, work.reads, config, device, assume))

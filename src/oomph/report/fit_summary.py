@@ -20,8 +20,9 @@ SECTIONS = {
 }
 PROGRAMS = {"nanogpt": "nanoGPT", "patched": "patched", "oomph": "oomph"}
 HEADINGS = ("", "option", "program", "batch", "MiB", "saved", "tokens/s", "hours", "advice")
-CARD_HEADINGS = ("card", "MiB", "as", "needs", "tokens/s", "hours", "rent, USD")
+CARD_HEADINGS = ("card", "MiB", "program", "as", "needs", "tokens/s", "hours", "rent, USD")
 UNKNOWN = "–"
+MANY_HOURS = 1000  # from which a tenth is no longer shown
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -103,7 +104,7 @@ def is_yes(fit: Fit) -> bool:
     return in_time and (chosen.kind == "same" or fit.seeks_a_model)
 
 
-def describe(option: Option) -> str:
+def describe(option: Option | CardOption) -> str:
     """An option in few words: the batch, and what else is new."""
     config = option.plan.config
     words = {
@@ -148,12 +149,16 @@ def _line(fit: Fit, index: int, option: Option) -> Line:
         total=f"{option.plan.memory.total_mib:,.0f}",
         saved=f"{option.saved_mib:,.0f}" if not fit.proposed else UNKNOWN,
         tokens_per_s=UNKNOWN if option.tokens_per_s is None else f"{option.tokens_per_s:,.0f}",
-        hours=UNKNOWN if option.hours is None else f"{option.hours:,.1f}",
+        hours=_hours(option.hours),
         advice=option.reason,
         effect=option.effect,
         fits=option.fits,
         best=index == fit.best,
     )
+
+
+def _hours(hours: float | None) -> str:
+    return UNKNOWN if hours is None else f"{hours:,.1f}" if hours < MANY_HOURS else f"{hours:,.0f}"
 
 
 def _effects(fit: Fit) -> list[str]:
@@ -179,9 +184,10 @@ def _card_row(card: CardOption) -> tuple[str, ...]:
     return (
         card.device.name,
         f"{card.device.usable_mib:,}",
-        f"{plan.config.batch_size} × {plan.config.gradient_accumulation_steps}",
+        PROGRAMS["patched" if card.patched else plan.config.trainer],
+        describe(card),
         f"{plan.memory.total_mib:,.0f}",
         UNKNOWN if time is None else f"{time.tokens_per_s:,.0f}",
-        UNKNOWN if time is None else f"{time.hours:,.1f}",
+        _hours(time.hours if time else None),
         UNKNOWN if rent is None else f"{rent[0]:,.0f} to {rent[1]:,.0f}",
     )

@@ -13,6 +13,7 @@ from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, Line, 
 GAP = 2  # columns between columns
 LEFT = ("", "option", "program", "advice")
 WIDE = 100  # columns from which advice has a column of its own
+FEWEST = (24, 16)  # columns that an option and its advice are readable in
 
 
 def fit_to_text(summary: FitSummary) -> str:
@@ -44,31 +45,44 @@ def _report(summary: FitSummary, width: int) -> Group:
 
 def _tables(summary: FitSummary, width: int) -> list[RenderableType]:
     """A table a section, all with the same columns: figures as wide as they are, words in what is left."""
-    wide = width >= WIDE
-    headings = HEADINGS if wide else HEADINGS[:-1]
-    rows = [_cells(line, wide) for section in summary.sections for line in section.lines]
-    columns = list(zip(headings, *rows, strict=True))
-    widths = [max(len(part) for cell in column for part in cell.split("\n")) for column in columns]
-    left = width - sum(widths) - GAP * (len(widths) - 1) + widths[1] + (widths[-1] if wide else 0)
-    widths[1] = min(widths[1], left * 3 // 5 if wide else left)
-    if wide:
-        widths[-1] = min(widths[-1], left - widths[1])
+    lines = [line for section in summary.sections for line in section.lines]
+    headings, widths = _layout(lines, width)
     shown: list[RenderableType] = []
     for place, section in enumerate(summary.sections):
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0), show_header=place == 0)
         for heading, cells in zip(headings, widths, strict=True):
             table.add_column(heading, justify="left" if heading in LEFT else "right", width=cells)
         for line in section.lines:
-            table.add_row(*_cells(line, wide), style=_style(line))
+            table.add_row(*_cells(line, headings), style=_style(line))
         shown += [Text(f"\n{section.title}", style="italic"), table]
     return shown
 
 
-def _cells(line: Line, wide: bool) -> list[str]:
-    cells = list(line.cells())
-    if not wide:
-        cells[1] = f"{cells[1]}\n  {cells.pop()}"
-    return cells
+def _layout(lines: list[Line], width: int) -> tuple[tuple[str, ...], list[int]]:
+    """The columns shown and how wide each is. Advice has a column of its own where the terminal is wide; where huge
+    numbers leave too little for words it goes under the option, and then columns that can be spared go."""
+    for spared in ((), ("advice",), ("advice", "saved"), ("advice", "saved", "batch")):
+        headings = tuple(heading for heading in HEADINGS if heading not in spared)
+        if width < WIDE and not spared:
+            continue
+        columns = list(zip(headings, *(_cells(line, headings) for line in lines), strict=True))
+        widths = [max(len(part) for cell in column for part in cell.split("\n")) for column in columns]
+        words = [headings.index(name) for name in ("option", "advice") if name in headings]
+        left = width - GAP * (len(widths) - 1) - sum(widths) + sum(widths[place] for place in words)
+        if left >= sum(min(widths[place], least) for place, least in zip(words, FEWEST, strict=False)):
+            break
+    if len(words) > 1:
+        widths[words[0]] = min(widths[words[0]], left * 3 // 5)
+    widths[words[-1]] = max(1, min(widths[words[-1]], left - sum(widths[place] for place in words[:-1])))
+    return headings, widths
+
+
+def _cells(line: Line, headings: tuple[str, ...]) -> list[str]:
+    """The cells of those columns; advice without a column stands under the option."""
+    cells = dict(zip(HEADINGS, line.cells(), strict=True))
+    if "advice" not in headings:
+        cells["option"] = f"{cells['option']}\n  {cells['advice']}"
+    return [cells[heading] for heading in headings]
 
 
 def _style(line: Line) -> str:

@@ -102,9 +102,9 @@ def joined(first: Summary, other: Summary) -> Summary:
 def _title(plan: Plan) -> str:
     config = plan.config
     if plan.traced:
-        return (
-            f"{plan.program}, {count(plan.model.params)} parameters, called with {config.block_size} tokens a sequence"
-        )
+        frozen = f", {count(plan.model.params_frozen)} of them frozen" if plan.model.params_frozen else ""
+        called = f"called with {config.block_size} tokens a sequence"
+        return f"{plan.program}, {count(plan.model.params)} parameters{frozen}, {called}"
     return (
         f"GPT, {count(plan.model.params_nanogpt)} parameters: {config.n_layer} layers × {config.n_embd}, "
         f"{config.n_head} heads, block {config.block_size}, vocabulary {config.vocab_size}"

@@ -1,8 +1,9 @@
 """The op list of one training step of any nn.Module under torch.compile: no card, no Triton, nothing computed.
 
-The model's graphs are taken on fake tensors (`compiled_capture`), inductor plans them for a card (`compiled_inductor`),
-its plan is read as operations on buffers (`compiled_lines`), and nanoGPT's loop is put around it (`compiled_loop`).
-Only what inductor would write to memory is a buffer.
+The model's graphs are taken on fake tensors (`compiled_capture`), inductor plans them for a card (`compiled_inductor`)
+without what only a compiler needs (`compiled_shortcuts`), its plan is read as operations on buffers
+(`compiled_lines`), and nanoGPT's loop is put around it (`compiled_loop`). Only what inductor would write to memory is a
+buffer.
 """
 
 from __future__ import annotations
@@ -81,10 +82,11 @@ def compiled_run(
     )
     parameters = [Buffer(n, p.numel() * p.element_size(), Kind.PARAMETERS) for n, p in _state(built).items()]
     everything = [Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in found]
+    weight_bytes = max((p.element_size() for _, p in found), default=4)  # they may have been built in half precision
 
     def step(first: bool) -> Step:
         loop = Loop(programs, accumulation, 2 * eval_iters, keep_output)
-        return loop.step(_ModelOptimizer(config, cuda, everything), parameters, first, workspace_bytes)
+        return loop.step(_ModelOptimizer(config, cuda, everything, weight_bytes), parameters, first, workspace_bytes)
 
     return step(first=True), step(first=False)
 
@@ -92,8 +94,9 @@ def compiled_run(
 class _ModelOptimizer(Optimizer):
     """The optimizer of a model that is not described by a config."""
 
-    def __init__(self, config: TrainConfig, cuda: bool, everything: list[Parameter]) -> None:
+    def __init__(self, config: TrainConfig, cuda: bool, everything: list[Parameter], weight_bytes: int) -> None:
         super().__init__(config, Run(Sizes(config, cuda, threads=1)))
+        self.weight_bytes = weight_bytes
         self.everything = tuple(everything)
         hidden = [config.optimizer == "muon" and is_hidden(p.name, len(p.shape)) for p in everything]
         self.matrices = [p for p, inside in zip(everything, hidden, strict=True) if inside]

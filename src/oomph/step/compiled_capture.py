@@ -25,6 +25,7 @@ from torch.fx import traceback as fx_traceback
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomph.step.compiled_checkpoint import marking_checkpoints
+from oomph.step.compiled_shortcuts import leaving_out_text
 from oomph.step.trace_rules import ATTENTION, composed_attention, following
 from oomph.step.trace_rules import attention as attention_as_cuda
 
@@ -74,6 +75,7 @@ def capture(
         return run
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(leaving_out_text())
         stack.enter_context(tracing(context))
         stack.enter_context(V.set_fake_mode(fake_mode))
         stack.enter_context(fx_traceback.preserve_node_meta())

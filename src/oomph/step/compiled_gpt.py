@@ -46,13 +46,24 @@ class Sizes:
         self.dropout = config.dropout > 0
         self.checkpointed = config.checkpoint_layers  # blocks, from the first, that backward computes again
         self.chunk = min(config.loss_chunk or 0, self.rows)  # rows of the head and loss at a time; 0: all
-        self.autocast = half and config.autocast and cuda  # nanoGPT enters autocast on a GPU only
+        # nanoGPT enters autocast on a GPU only, oomph train on a CPU too.
+        self.autocast = half and config.autocast and (cuda or config.trainer == "oomph")
         self.weight = 2 if half and not config.autocast else 4  # bytes of a parameter, its gradient, the stream
         self.compute = 2 if self.autocast or self.weight == 2 else 4  # bytes of what matrix products read and write
         self.recomputes = self.weight == 2  # one dtype throughout: a norm's input is put together again in backward
         self.threads = threads  # of the CPU's attention
         self.kernel = self._kernel(config.attention)
         self.by_hand = attends_by_hand(config)
+        self.plain = self.kernel == "math" or (self.kernel == "cpu" and self.dropout)  # attention in training
+        self.composed = self.plain and not self.by_hand and self.checkpointed > 0  # by scaled_dot_product_attention
+        # Two checkpointed blocks and more share the constants of its softmax, which forward saves for them. Without
+        # dropout and biases inductor therefore computes two blocks' softmaxes as one kernel, and their many operations
+        # make it save the norm after the checkpointed blocks under autocast.
+        self.constants = self.composed and self.checkpointed > 1
+        self.paired = self.constants and not self.dropout and not self.bias
+        # With dropout a CPU computes a block's softmax in one loop with the gradient of the scores after it.
+        self.chained = self.constants and self.dropout and not cuda
+        self.rebuilds = self.checkpointed > 0 and not (self.paired and self.autocast)
         self.dtype = str(config.dtype) if self.compute == 2 else ("tf32" if cuda and config.allow_tf32 else "float32")
 
     def _kernel(self, attention: str) -> str:
@@ -65,7 +76,7 @@ class Sizes:
         """What attention's backward kernel allocates for itself."""
         shape = (self.batch, self.heads, self.tokens, self.width // self.heads)
         if self.kernel == "cpu":
-            return cpu_flash_backward_bytes(self.threads, self.tokens)
+            return cpu_flash_backward_bytes(self.threads, self.tokens, self.compute == 2)
         if self.kernel == "efficient":
             return efficient_backward_bytes(*shape, self.compute == 2)
         return flash_backward_bytes(*shape)
@@ -117,6 +128,26 @@ class Checkpoint(msgspec.Struct, eq=False):
     random: tuple[Buffer, ...] = ()  # on a CPU the state its fused attention began with, which might draw numbers
 
 
+class Begun(msgspec.Struct, eq=False):
+    """Plain attention up to its scores, before the softmax."""
+
+    qkv: Buffer
+    wide: list[Buffer]  # queries and keys side by side, as forward multiplies them; empty where they have served
+    operands: list[Buffer]  # and their half copies for backward
+    scores: Buffer
+    weighed: list[Buffer]  # what the softmax has written for backward; empty before it ran
+    spent: tuple[Buffer, ...] = ()  # and for the product with the values alone
+
+
+class Front(msgspec.Struct, eq=False):
+    """A checkpointed block that the backward program has computed again up to attention's softmax or kernel."""
+
+    norm_1: SavedNorm
+    qkv: Buffer
+    begun: Begun | None  # None: attention is a kernel of its own
+    half: dict[str, Buffer]
+
+
 class Recomputed(msgspec.Struct, eq=False):
     """A checkpointed block that the backward program has computed again: all of it is the program's own."""
 
@@ -142,6 +173,7 @@ class Saved(msgspec.Struct, eq=False):
     statistics: tuple[Buffer, ...]
     loss: Buffer
     small: tuple[Buffer, ...]
+    constants: tuple[Buffer, ...] = ()  # which checkpointed blocks' plain attention reads
     grads: tuple[Buffer, ...] = ()  # of the hidden state and of the head, where the forward makes them
 
 

@@ -37,11 +37,11 @@ class Backward(Again):
                 self.grads["lm_head.weight"] = self.saved.grads[1]
         else:
             flow = self.head(logits, zeros, version)
-        outermost = self.recompute(s.layers - 1)
-        rebuilt = self.rebuild("transformer.ln_f", outermost)
+        outermost = self.recompute(s.layers - 1) if s.rebuilds else None
+        rebuilt, spent = self.rebuild("transformer.ln_f", outermost)
         stream = p.new("ln_f.dx", s.rows * s.width, s.weight, Kind.TEMPORARY)
         masks = self.mask_of(s.layers - 1, 1)
-        flow = self.norm("transformer.ln_f", self.saved.norm_f, flow, stream, masks, rebuilt=rebuilt)
+        flow = self.norm("transformer.ln_f", self.saved.norm_f, flow, stream, masks, rebuilt=rebuilt, spent=spent)
         for index in reversed(range(s.layers)):
             p.block = index
             block = self.saved.blocks[index]
@@ -126,9 +126,9 @@ class Backward(Again):
         flow = self.linear(saved, f"{name}.attn.c_attn", width, 3 * width, saved.norm_1.output)
         p.drop(s.compute, packed)
         masks = self.mask_of(index - 1, 1) if index else ()
-        outermost = self.recompute(index - 1) if index == s.checkpointed else None
-        rebuilt = self.rebuild(f"{name}.ln_1", outermost)
-        flow = self.norm(f"{name}.ln_1", saved.norm_1, flow, stream, masks, last=index == 0, rebuilt=rebuilt)
+        outermost = self.recompute(index - 1) if s.rebuilds and index == s.checkpointed else None
+        rebuilt, spent = self.rebuild(f"{name}.ln_1", outermost)
+        flow = self.norm(f"{name}.ln_1", saved.norm_1, flow, stream, masks, index == 0, rebuilt, spent)
         return flow, outermost
 
     def narrowed(self, name: str, wide: Buffer) -> Buffer:

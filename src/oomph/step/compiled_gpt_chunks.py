@@ -82,6 +82,8 @@ def _chunk(p: Generated, s: Sizes, rows: int, learns: bool) -> None:
             own.append(p.made("loss.chunk_grad_weight", words * s.width * s.compute, Kind.TEMPORARY))
         p.product("loss.chunk_grad_weight", words, s.width, rows, s.compute)
         if own:
+            if not s.cuda:  # which adds a half product to float32 by way of a copy
+                own.append(p.made("loss.chunk_promoted", s.vocab * s.width * s.weight, Kind.TEMPORARY))
             p.run("loss.chunk_grad_weight.sum", Kernel.POINTWISE, s.vocab * s.width * (s.compute + 2 * s.weight))
             p.release(*own)
     p.release(logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oomph.step.compiled_gpt import Checkpoint, Plain, Recomputed, Saved, SavedBlock, SavedNorm, Sizes, Stream
+from oomph.step.compiled_gpt import Checkpoint, Plain, Saved, SavedBlock, SavedNorm, Sizes, Stream
 from oomph.step.compiled_gpt_chunks import chunked_loss
 from oomph.step.compiled_gpt_plain import attend_plainly, output_of
 from oomph.step.compiled_reuse import Generated
@@ -24,6 +24,7 @@ class Forward:
         self.dropping = sizes.dropout and training
         self.masks: list[Buffer] = []
         self.random: tuple[Buffer, ...] = ()
+        self.constants: tuple[Buffer, ...] = ()
         self.highest = 0  # of what is compiled, where the loss is not
 
     def write(self) -> Saved:
@@ -41,48 +42,6 @@ class Forward:
                 blocks.append(block)
         p.block = None
         return self.loss(blocks, norm, tuple(half.values()), first_mask)
-
-    def recompute(self, index: int, saved: Checkpoint, outermost: bool) -> Recomputed:
-        """In the backward program: a checkpointed block once more.
-
-        Of the outermost one everything, for the norm after it reads its output. The others go up to the MLP's inside,
-        and gelu is left to the kernel that writes its gradient.
-        """
-        p, s, name = self.p, self.s, f"h.{index}"
-        width, count = s.width, s.rows * s.width
-        half = self.cast(f"{name}.attn.c_attn", 3 * width * width)
-        norm_1 = self.norm_again(f"{name}.ln_1", ())
-        qkv = self.linear(f"{name}.attn.c_attn", norm_1.output, width, 3 * width, half)
-        attention = self.attend(f"{name}.attn", qkv)
-        p.release(*saved.random)
-        half |= self.cast(f"{name}.attn.c_proj", width * width)
-        branch = self.linear(f"{name}.attn.c_proj", output_of(attention), width, width, half)
-        half |= self.cast(f"{name}.mlp.c_proj", 4 * width * width) | self.cast(f"{name}.mlp.c_fc", 4 * width * width)
-        written: tuple[Buffer, ...] = ()
-        if len(saved.entry) > 1 or self.dropping:  # too much to read once more for the norm's gradient
-            written = (p.new(f"{name}.ln_2.input", count, 4, Kind.TEMPORARY),)
-        if self.dropping:
-            written += (p.new(f"{name}.attn.resid_dropout.random", count, 4, Kind.TEMPORARY),)
-        norm_2 = self.norm_again(f"{name}.ln_2", written)
-        fc = self.linear(f"{name}.mlp.c_fc", norm_2.output, width, 4 * width, half)
-        gelu = end = None
-        if outermost:
-            gelu = p.new(f"{name}.mlp.gelu", s.rows * s.padded(4 * width), s.compute, Kind.ACTIVATIONS)
-            p.run(f"{name}.mlp.gelu", Kernel.POINTWISE, 8 * count * s.compute)
-            end = self.linear(f"{name}.mlp.c_proj", gelu, 4 * width, width, half)
-        elif written:
-            p.drop(s.compute, branch)
-        norm_1.inputs = saved.entry
-        kept = None if written and not outermost else branch
-        return Recomputed(norm_1, qkv, attention, kept, norm_2, fc, gelu, end, half)
-
-    def norm_again(self, name: str, written: tuple[Buffer, ...]) -> SavedNorm:
-        """A recomputed norm's kernel: its output and two numbers a row. Its input is put together once more later."""
-        p, s = self.p, self.s
-        output = p.new(f"{name}.output", s.rows * s.width, s.compute, Kind.ACTIVATIONS)
-        rows = [p.new(f"{name}.{what}", s.rows, 4, Kind.ACTIVATIONS) for what in ("mean", "deviation")]
-        p.run(name, Kernel.REDUCTION, s.rows * s.width * (2 * s.compute + s.weight + 4 * len(written)))
-        return SavedNorm(output, (), (), (*written, *rows))
 
     def embed(self) -> tuple[SavedNorm, Stream]:
         """Both tables' rows, added, and the first norm, which reads them from the tables where they are not saved."""
@@ -146,8 +105,8 @@ class Forward:
         output = p.new(f"{name}.output", count, s.weight if hidden else s.compute, Kind.ACTIVATIONS)
         if self.keeps:
             deviation = (p.new(f"{name}.deviation", s.rows, 4, Kind.ACTIVATIONS),)
-        if kept:  # in one precision throughout, products add to the stream: it is read twice, the output written
-            moved += count * s.compute * (3 + writes)
+        if kept:  # product and stream are read, their sum written over one of them, and the output; first, just written
+            moved += count * s.compute * (2 if name == "h.0.ln_1" else 4 + writes)
         else:
             moved += count * (s.compute * (1 + len(stream.pieces)) + 4 * (1 + self.keeps + writes))
         p.run(name, Kernel.REDUCTION, moved)
@@ -200,7 +159,7 @@ class Forward:
         if self.training and index + 1 < min(s.checkpointed, s.layers):
             after = self.enter(index + 1, stream)
         else:
-            rebuilt = self.training and index + 1 == s.checkpointed
+            rebuilt = self.training and s.rebuilds and index + 1 == s.checkpointed
             after = self.norm("ln_f" if last else f"h.{index + 1}.ln_1", stream, last=last, rebuilt=rebuilt)
         return Checkpoint(norm_1.inputs, self.random) if checkpointed else saved, following, after
 
@@ -253,7 +212,7 @@ class Forward:
             p.drop(4, *statistics)
             if not self.returns_logits:
                 p.drop(s.compute, logits)
-        return Saved(blocks, norm, head, masks, logits, statistics, loss, small)
+        return Saved(blocks, norm, head, masks, logits, statistics, loss, small, self.constants)
 
     def chunks(self, blocks: list[SavedBlock | Checkpoint], norm: SavedNorm, masks: tuple[Buffer, ...]) -> Saved:
         """The head and the loss a chunk of rows at a time."""
@@ -262,7 +221,7 @@ class Forward:
         if self.training:
             small = (self.p.new("positions", self.s.tokens, 8, Kind.INPUTS),)
         loss, grads = chunked_loss(self.p, self.s, norm.output, self.training)
-        return Saved(blocks, norm, (), masks, None, (), loss, small, grads)
+        return Saved(blocks, norm, (), masks, None, (), loss, small, self.constants, grads)
 
     def cast(self, name: str, count: int) -> dict[str, Buffer]:
         """A weight's half copy, under autocast."""
@@ -293,14 +252,21 @@ class Forward:
         """A fused attention kernel: output, logsumexp, and on a card the random state; or plain products."""
         p, s = self.p, self.s
         if s.kernel == "math" or (s.kernel == "cpu" and self.dropping):
-            return attend_plainly(p, s, f"{name}.sdpa", qkv, self.keeps, self.dropping)
+            found = attend_plainly(p, s, f"{name}.sdpa", qkv, self.keeps, self.dropping)
+            # Which keys are masked, and zeros for rows that have no others.
+            if self.training and s.constants and p.block == 0:
+                scores = s.rows * s.heads * s.tokens
+                masked = p.new(f"{name}.sdpa.masked", s.tokens * s.tokens, 1, Kind.ATTENTION)
+                self.constants = (masked, p.new(f"{name}.sdpa.zeros", scores, 4, Kind.ATTENTION))
+                p.run(f"{name}.sdpa.zeros", Kernel.POINTWISE, 4 * scores)
+            return found
         shape = (s.batch, s.heads, s.tokens, s.width // s.heads)
         output = p.made(f"{name}.sdpa", s.rows * s.width * s.compute, Kind.ATTENTION)
         sums = (efficient_lse_bytes if s.kernel == "efficient" else flash_lse_bytes)(*shape[:3])
         made = [output, p.made(f"{name}.logsumexp", sums, Kind.ATTENTION)]
         temporaries: tuple[Buffer, ...] = ()
         if s.kernel == "cpu":
-            spent = cpu_flash_bytes(s.threads, s.tokens, shape[3])
+            spent = cpu_flash_bytes(s.threads, s.tokens, shape[3], s.compute == 2)
             temporaries = (Buffer(f"{name}.sdpa.temporary", spent, Kind.ATTENTION, p.block),)
             if self.training and not self.keeps:
                 self.random = (p.made(f"{name}.random", CPU_STATE_BYTES, Kind.ATTENTION),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oomph.step.compiled_gpt import Checkpoint, Plain, Recomputed, Saved, SavedBlock, SavedNorm, Sizes
+from oomph.step.compiled_gpt import Begun, Checkpoint, Plain, Recomputed, Saved, SavedBlock, SavedNorm, Sizes
 from oomph.step.compiled_gpt_plain import plain_backward
 from oomph.step.compiled_reuse import Generated
 from oomph.step.ops import Buffer, Kernel, Kind
@@ -18,14 +18,19 @@ class Layers:
     def __init__(self, program: Generated, sizes: Sizes, saved: Saved, batch: tuple[Buffer, ...]) -> None:
         self.p, self.s, self.saved, self.batch = program, sizes, saved, batch
         self.grads: dict[str, Buffer] = {}
+        self.terms: list[Buffer] = []  # of the stream's gradient, not yet added
         self.split = sizes.rows >= SPLIT_FROM_ROWS and sizes.rows * sizes.width >= SPLIT_FROM_COUNT
         self.separate = self.split and sizes.autocast  # a split reduction's kernel does not write the half gradient
 
     def norm(
         self, name: str, saved: SavedNorm, flow: Buffer, stream: Buffer, masks: tuple[Buffer, ...],
-        last: bool = False, rebuilt: tuple[Buffer, ...] = (),
+        last: bool = False, rebuilt: tuple[Buffer, ...] = (), spent: tuple[Buffer, ...] = (), waits: bool = False,
     ) -> Buffer:  # fmt: skip
-        """A layer norm's backward, added to the stream's gradient in place, and its half copy for what comes next."""
+        """A layer norm's backward, added to the stream's gradient in place, and its half copy for what comes next.
+
+        `rebuilt` is its normalised input, where backward makes that; `spent` are the parts its kernel reads for it.
+        Where it `waits` the sum is left to the next norm, and what this one adds is written in float32.
+        """
         p, s = self.p, self.s
         count = s.rows * s.width
         parts = -(-s.rows // SPLIT_ROWS) * s.width * (2 if s.bias else 1)
@@ -34,8 +39,14 @@ class Layers:
         following = flow
         if apart and not self.separate:
             following = p.new(f"{name}.dx.half", count, s.compute, Kind.TEMPORARY)
+        if waits:
+            self.terms.append(p.new(f"{name}.dx.float", count, 4, Kind.TEMPORARY))
         in_place = 0 if name == "transformer.ln_f" else stream.bytes
         p.run(f"{name}.backward", Kernel.REDUCTION, count * (3 * s.weight + s.compute), in_place=in_place)
+        p.drop(s.compute, *spent)
+        if not waits:
+            p.drop(4, *self.terms)
+            self.terms = []
         for part in ("weight", "bias") if s.bias else ("weight",):
             self.grads[f"{name}.{part}"] = p.new(f"{name}.{part}.grad", s.width, s.weight, Kind.GRADIENTS)
             p.run(f"{name}.{part}", Kernel.REDUCTION, 4 * parts if self.split else 2 * count * s.weight)
@@ -62,7 +73,8 @@ class Layers:
         """
         p, s = self.p, self.s
         if isinstance(saved.attention, Plain):
-            return plain_backward(p, s, name, saved.attention, gradient, own=isinstance(saved, Recomputed))
+            own = isinstance(saved, Recomputed)
+            return plain_backward(p, s, name, saved.attention, gradient, own, self.chained if own else lambda: None)
         count, size = s.rows * s.width, s.width // s.heads
         shape = (s.batch, s.heads, s.tokens, size)
         sizes = s.attention_backward_bytes()
@@ -87,6 +99,10 @@ class Layers:
         for part in parts:
             self.let_go(s.cuda, part)
         return packed
+
+    def chained(self) -> Begun | None:
+        """The block before, where its softmax is computed in one loop with the gradient of this one's scores."""
+        return None
 
     def linear(self, saved: SavedBlock, name: str, inputs: int, outputs: int, operand: Buffer | None) -> Buffer:
         """A linear layer's backward: the gradient of its input. With a bias autograd asks for that first."""

@@ -27,17 +27,20 @@ from torch._inductor.codecache import CacheBase
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.compile_fx import _recursive_post_grad_passes, _recursive_record_original_output_strides
 from torch._inductor.debug import DebugContext
-from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.utils import get_gpu_type, is_big_gpu
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode, init_gpu_context
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, init_gpu_context
+from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils import _triton as torch_triton
+from torch.utils._python_dispatch import _disable_current_modes
+
+from oomph.step.compiled_shortcuts import describing_kernels, doing_once
 
 CARD = torch.device("cuda:0")
 _REMEMBER_A_CARD: tuple[Any, ...] = (
@@ -79,6 +82,7 @@ class Planned(msgspec.Struct, frozen=True):
     lines: list[Any]
     graph: GraphLowering
     traced: fx.GraphModule  # what was lowered
+    in_place: frozenset[str]  # the buffers that a kernel writes over one that it reads
 
 
 def plan(
@@ -86,13 +90,15 @@ def plan(
 ) -> Planned:
     """Inductor's plan. `visible` is how many of the first outputs a user sees (their strides are kept)."""
     found: list[Any] = []
+    in_place: set[str] = set()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_reading_lines(found))
+        stack.enter_context(_reading_lines(found, in_place))
+        stack.enter_context(doing_once())
         stack.enter_context(torch.no_grad())
         stack.enter_context(inductor_config.patch(comprehensive_padding=cuda, **_SETTINGS))
         if cuda:
             stack.enter_context(_pretending_a_card())
-            stack.enter_context(_without_kernel_bodies())
+            stack.enter_context(describing_kernels())
         rewritten, fake_mode = _rewritten(graph, inputs, cuda, inference, visible)
         stack.enter_context(V.set_fake_mode(fake_mode))
         if cuda:
@@ -109,7 +115,7 @@ def plan(
         with V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]), DebugContext():
             lowered.run(*inputs)
             lowered.codegen()
-    return Planned(found, lowered, rewritten)
+    return Planned(found, lowered, rewritten, frozenset(in_place))
 
 
 def report_strides(planned: Planned) -> None:
@@ -158,7 +164,7 @@ def _copied(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     copy.output(result).meta.update(next(iter(reversed(graph.graph.nodes))).meta)
     for node, value in zip(copy.find_nodes(op="placeholder"), inputs, strict=True):
         node.meta["val"] = value
-    return fx.GraphModule(graph, copy)
+    return _make_graph_module(graph, copy)
 
 
 def _moved_to_card(graph: fx.GraphModule) -> FakeTensorMode:
@@ -168,9 +174,10 @@ def _moved_to_card(graph: fx.GraphModule) -> FakeTensorMode:
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CARD)
+        there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return FakeTensor(fake_mode, there, CARD)  # what the mode itself would make of it, at half the time
 
-    with fake_mode, torch.no_grad():
+    with _disable_current_modes(), torch.no_grad():
         for node in graph.graph.nodes:
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": CARD}
@@ -181,42 +188,19 @@ def _moved_to_card(graph: fx.GraphModule) -> FakeTensorMode:
 
 
 @contextlib.contextmanager
-def _reading_lines(found: list[Any]) -> Iterator[None]:
-    """Keeps the wrapper's lines once inductor has planned reuse; the text it would write from them is not made."""
+def _reading_lines(found: list[Any], in_place: set[str]) -> Iterator[None]:
+    """Keeps the wrapper's lines once inductor has planned reuse; the text it would write from them is not made.
+
+    What is overwritten in place is known before: afterwards it looks like a dead buffer's memory used again.
+    """
     planned: Any = lines.PythonWrapperCodegen.memory_plan_reuse
 
     def keep(self: Any) -> None:
+        in_place.update(line.reused_as.get_name() for line in self.lines if isinstance(line, lines.ReuseLine))
         planned(self)
         found[:] = self.lines
 
     with mock.patch.object(lines.PythonWrapperCodegen, "memory_plan_reuse", keep):
-        yield
-
-
-@contextlib.contextmanager
-def _without_kernel_bodies() -> Iterator[None]:
-    """Kernels are described by what they read and write; the text of their loops, a third of the time, is not made.
-
-    A reduction over both orders at once is left to inductor: it decides about its workspace while it writes.
-    """
-    written = inductor_scheduler.SchedulerNode.codegen
-
-    def described(self: Any, index_vars: Any) -> None:
-        kernel: Any = V.kernel
-        if getattr(kernel, "mix_order_reduction", False):
-            written(self, index_vars)
-            return
-        with kernel.set_current_node(self):
-            stored = kernel.store_buffer_names
-            for read in self.read_writes.reads:
-                if read.name not in stored and not isinstance(read, WeakDep):
-                    kernel.args.input(read.name)
-            for write in self.read_writes.writes:
-                stored.add(write.name)
-                if write.name not in V.graph.removed_buffers:
-                    kernel.args.output(write.name)
-
-    with mock.patch.object(inductor_scheduler.SchedulerNode, "codegen", described):
         yield
 
 

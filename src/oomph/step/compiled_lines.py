@@ -7,7 +7,8 @@ unless somebody outside the graph holds it too.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -161,22 +162,27 @@ class Reader:
         self.written.clear()
 
     def _kernel(self, line: Any) -> None:
-        arguments = dict.fromkeys(str(a) for a in line.call_args)
-        touched = {id(s): s.buffer.bytes for a in arguments if (s := self.storages.get(a)) is not None}
-        written = self.written[-1] if self.written else next((a for a in reversed(arguments) if a in self.storages), "")
-        node = self._node(written)
+        arguments = [name for argument in line.call_args if (name := str(argument)) in self.storages]
+        # What is both read and written is two arguments, or one whose name is new since the last kernel.
+        over = [name for name in dict.fromkeys(arguments) if name in self.written and name in self.planned.in_place]
+        touched = Counter(self.storages[name].buffer for name in (*arguments, *over))
+        named = (self._node(name) for name in (*reversed(self.written), *reversed(arguments)))
+        node = next((each for each in named if each is not None), None)  # a workspace is none
         kernel = Kernel.REDUCTION if "_red_" in line.kernel_name or "_per_" in line.kernel_name else Kernel.POINTWISE
         if "embedding" in line.kernel_name:
             kernel = Kernel.INDEX
         dtype = str(node.get_dtype()).removeprefix("torch.") if node is not None else "float32"
         name = self._name(node) if node is not None else line.kernel_name
-        self._add(name, kernel, dtype=dtype, bytes_moved=_gathered(list(touched.values()), kernel))
+        self._add(name, kernel, dtype=dtype, bytes_moved=_moved(touched, kernel))
 
     def _extern(self, node: Any) -> None:
-        if isinstance(node.layout, ir.MultiOutputLayout):
-            self._several(node)
         sizes = [tuple(int(s) for s in i.get_size()) for i in node.inputs if hasattr(i, "get_size")]
         moved = sum(view_numel(i) * i.get_dtype().itemsize for i in node.inputs if hasattr(i, "get_size"))
+        single = not isinstance(node.layout, ir.MultiOutputLayout | ir.NoneLayout)
+        if single:
+            moved += view_numel(node) * node.get_dtype().itemsize
+        elif isinstance(node.layout, ir.MultiOutputLayout):
+            moved += self._several(node)
         name = self._name(node)
         label = str(getattr(node, "op_overload", None) or getattr(node, "python_kernel_name", ""))
         if "convolution" in label:
@@ -185,9 +191,7 @@ class Reader:
         if "attention" in label:
             self._attention(node, name, label, sizes, moved)
             return
-        out = view_numel(node) if not isinstance(node.layout, ir.MultiOutputLayout | ir.NoneLayout) else 0
-        dtype = str(node.get_dtype()).removeprefix("torch.") if out else "float32"
-        moved += out * (node.get_dtype().itemsize if out else 0)
+        dtype = str(node.get_dtype()).removeprefix("torch.") if single else "float32"
         if _PRODUCT.search(label) and len(sizes) >= 2:
             left, right = sizes[-2:]
             batch = left[0] if len(left) == 3 else 1
@@ -205,7 +209,7 @@ class Reader:
         moves_over = inputs if _argument(traced, "transposed") else out
         shape = trace_flops.convolution(weight, moves_over, _argument(traced, "groups"), wanted)
         dtype = str(node.inputs[0].get_dtype()).removeprefix("torch.")
-        self._add(name, Kernel.GEMM, shape=shape, flops=trace_flops.flops_of(shape), bytes_moved=2 * moved, dtype=dtype)
+        self._add(name, Kernel.GEMM, shape=shape, flops=trace_flops.flops_of(shape), bytes_moved=moved, dtype=dtype)
 
     def _attention(self, node: Any, name: str, label: str, sizes: list[tuple[int, ...]], moved: int) -> None:
         backward = "backward" in label
@@ -218,10 +222,10 @@ class Reader:
         traced = _traced(node, "attention")
         scores = tokens * tokens if _argument(traced, "is_causal") else 2 * tokens * key[2]  # twice: causal is half
         flops = (5 if backward else 2) * batch * heads * scores * size
-        self._add(name, Kernel.ATTENTION, temporaries, shape=shape, flops=flops, bytes_moved=2 * moved, dtype=dtype)
+        self._add(name, Kernel.ATTENTION, temporaries, shape=shape, flops=flops, bytes_moved=moved, dtype=dtype)
 
-    def _several(self, node: Any) -> None:
-        """What a kernel allocates that returns a tuple, which holds all of it as long as it is there itself."""
+    def _several(self, node: Any) -> int:
+        """The bytes a kernel allocates that returns a tuple, which holds all of them as long as it is there itself."""
         name = node.get_name()
         self.tuples[name] = []
         for each in pytree.tree_leaves(node.outputs):
@@ -232,6 +236,7 @@ class Reader:
             storage.names.add(name)
             self.tuples[name].append(storage)
             self.fresh.append(buffer)
+        return sum(storage.buffer.bytes for storage in self.tuples[name])
 
     def _multi_output(self, line: Any) -> None:
         storage = self.results.pop(line.result_name, None)
@@ -315,8 +320,8 @@ def _attention_bytes(label: str, backward: bool, shape: tuple[int, int, int, int
     if "for_cpu" in label:
         threads = torch.get_num_threads()
         if backward:
-            return kernels.cpu_flash_backward_bytes(threads, tokens)
-        return (kernels.cpu_flash_bytes(threads, tokens, size),)
+            return kernels.cpu_flash_backward_bytes(threads, tokens, half)
+        return (kernels.cpu_flash_bytes(threads, tokens, size, half),)
     if not backward:
         return ()
     if "efficient" in label:
@@ -337,9 +342,10 @@ def _only_casts(origins: Sequence[Any]) -> bool:
     return True
 
 
-def _gathered(sizes: Sequence[int], kernel: Kernel) -> int:
-    """Bytes an operation touches; of a table it gathers from or scatters to, no more than the rows it uses."""
-    if kernel is not Kernel.INDEX or len(sizes) < 2:
-        return sum(sizes)
-    largest, second = sorted(sizes, reverse=True)[:2]
-    return sum(sizes) - largest + min(largest, second)
+def _moved(touched: Mapping[Buffer, int], kernel: Kernel) -> int:
+    """Bytes of what a kernel reads or writes so often; of a table it gathers from or scatters to, the rows it uses."""
+    sizes = {buffer: buffer.bytes for buffer in touched}
+    if kernel is Kernel.INDEX and len(sizes) > 1:
+        second, largest = sorted(sizes, key=lambda buffer: buffer.bytes)[-2:]
+        sizes[largest] = second.bytes
+    return sum(times * sizes[buffer] for buffer, times in touched.items())

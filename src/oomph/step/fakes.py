@@ -7,6 +7,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -36,7 +37,8 @@ def uncollected() -> Iterator[None]:
 def on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
     """The model on fake tensors: built there, or copied there without its memory. Call it inside `mode`."""
     if not isinstance(model, nn.Module):
-        return model()
+        with converting():
+            return model()
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         fake = mode.from_tensor(tensor)
@@ -45,17 +47,45 @@ def on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating parameter and buffer in another precision, shared parameters still shared.
+    """Every floating parameter and buffer in another precision, shared parameters still shared."""
+    with converting():
+        model.to(dtype)
 
-    Module.to cannot swap fake tensors.
+
+@contextlib.contextmanager
+def converting() -> Iterator[None]:
+    """While active, modules on fake tensors can be converted: `.bfloat16()`, `.to(dtype)`, `.double()`.
+
+    PyTorch would swap each parameter for its converted one, and refuses to where something refers to it, as to fake
+    tensors something does. Here a module is given a new parameter, the same one wherever the old one was. Devices are
+    left alone: `.cuda()` and `.to("cuda")` do nothing, since where a model is planned to run is said elsewhere.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
+    made: dict[tuple[Any, nn.Parameter], nn.Parameter] = {}
+
+    def apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        if recurse:
+            for child in module.children():
+                child._apply(fn)  # a module may have one of its own, as recurrent ones do
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                module._parameters[name] = made[parameter]
+            if parameter is not None:
+                if (fn, parameter) not in made:
+                    made[fn, parameter] = nn.Parameter(fn(parameter.detach()), parameter.requires_grad)
+                module._parameters[name] = made[fn, parameter]
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+            module._buffers[name] = None if buffer is None else fn(buffer)
+        return module
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        return original_to(module, torch.device("cpu"), dtype, memory_format=layout)
+
+    def stay(module: nn.Module, _device: Any = None) -> nn.Module:
+        return module
+
+    original_to: Any = nn.Module.to
+    with (
+        mock.patch.object(nn.Module, "_apply", apply),
+        mock.patch.object(nn.Module, "to", to),
+        mock.patch.object(nn.Module, "cuda", stay),
+    ):
+        yield

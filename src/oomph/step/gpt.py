@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oomph.config.schema import TrainConfig
-from oomph.step.ops import Buffer, Kernel, Kind, Phase, Section, Step
+from oomph.step.gpt_eager_kernels import RANDOM_STATE_BYTES
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
 from oomph.step.params import Parameter, parameters
 
 __all__ = ["Kernel", "Kind", "Phase", "Section", "Step", "build", "gradient_buckets", "workspaces"]
@@ -44,20 +45,45 @@ def build(
     first: bool = False,
     capability: tuple[int, int] | None = None,
     evaluates: bool = True,
+    threads: int | None = None,
 ) -> Step:
     """One optimizer step and, unless it is not asked for, one evaluation of a settled config (no value None).
 
     `cuda` chooses the GPU's kernels or the CPU's; `first` the run's first step, before which nanoGPT evaluates and in
-    which the optimizer's state is made; `capability` is the card's, for cuBLAS's workspaces.
+    which the optimizer's state is made; `capability` is the card's, for cuBLAS's workspaces; `threads` are the CPU's,
+    by default one a core.
     """
     workspace_bytes = workspaces(capability) if cuda else ()
     if config.compile:
         from oomph.step import gpt_compiled
 
-        step = gpt_compiled.build(config, cuda, first, workspace_bytes, evaluates=evaluates)
+        step = gpt_compiled.build(config, cuda, first, workspace_bytes, threads, evaluates)
     else:
         from oomph.step import gpt_eager
 
-        step = gpt_eager.build(config, cuda, first, workspace_bytes, evaluates=evaluates)
+        step = gpt_eager.build(config, cuda, first, workspace_bytes, threads, evaluates)
+    if config.trainer == "oomph" and not cuda:
+        step = _remembering(step)
     buckets = gradient_buckets(config, parameters(config) if config.world_size > 1 else ())
     return Step((*step.resident, *buckets), step.sections) if buckets else step
+
+
+def _remembering(step: Step) -> Step:
+    """With the random numbers' state that oomph train keeps while it computes, to be able to begin anew.
+
+    On a GPU it is the host's. A step's is let go before clipping, an evaluation's when that ends.
+    """
+    sections = list(step.sections)
+    evaluating = [index for index, section in enumerate(sections) if section.ops[0].phase is Phase.EVAL]
+    training = [index for index in range(len(sections)) if index not in evaluating]
+    for places, after in ((training, False), (evaluating, True)):
+        if places:
+            state = Buffer("random.state", RANDOM_STATE_BYTES, Kind.TEMPORARY)
+            first, last = sections[places[0]], sections[places[-1]]
+            kept = Op("random.state", first.ops[0].phase, allocates=(state,))
+            gone = Op("random.state", last.ops[0].phase, frees=(state,))
+            sections[places[0]] = Section(first.name, (kept, *first.ops), first.times)
+            last = sections[places[-1]]
+            ops = (*last.ops, gone) if after else (gone, *last.ops)
+            sections[places[-1]] = Section(last.name, ops, last.times)
+    return Step(step.resident, tuple(sections))

@@ -45,7 +45,7 @@ def _fused(run: Run, name: str, qkv: Held) -> Held:
     spent: Held | None = None
     if not sizes.cuda:
         made.append(_lse(run, name))
-        thread_bytes = kernels.cpu_flash_bytes(sizes.threads, sizes.tokens, sizes.head_size)
+        thread_bytes = kernels.cpu_flash_bytes(sizes.threads, sizes.tokens, sizes.head_size, sizes.compute_bytes == 2)
         spent = ledger.hold(f"{name}.temporary", thread_bytes, Kind.ATTENTION)
         made.append(spent)
     elif sizes.attention == "efficient":
@@ -84,7 +84,7 @@ def _fused_backward(run: Run, node: Node) -> None:
         grad = ledger.make(f"{name}.dout_padded", size, Kind.ATTENTION, moved=2 * size)
     temporary: tuple[int, ...]
     if not sizes.cuda:
-        temporary = kernels.cpu_flash_backward_bytes(sizes.threads, sizes.tokens)
+        temporary = kernels.cpu_flash_backward_bytes(sizes.threads, sizes.tokens, sizes.compute_bytes == 2)
     elif sizes.attention == "flash":
         temporary = kernels.flash_backward_bytes(*_shape(run))
     else:

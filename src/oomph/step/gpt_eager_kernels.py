@@ -7,6 +7,7 @@ mha_bwd) and `.../cuda/attention_backward.cu` (_efficient_attention_backward). T
 from __future__ import annotations
 
 FLASH_STATE_BYTES = (16, 8)  # the random state and an unused twin: two uint64, and one
+RANDOM_STATE_BYTES = 5056  # torch.get_rng_state(): a Mersenne Twister's 624 words of 8 bytes, and where it stands
 _FLASH_ROWS = 128  # the backward pads a sequence to this
 _EFFICIENT_ROWS = 32  # the forward pads its logsumexp to this
 _EFFICIENT_TILE = 64  # rows and columns of a tile in the backward, with 16 bytes for its lock
@@ -52,21 +53,45 @@ def _cpu_tile(tokens: int) -> tuple[int, int]:
     return min(queries, tokens), min(512, tokens)
 
 
-def cpu_flash_bytes(threads: int, tokens: int, head_size: int) -> int:
-    """A thread's scores, its rows' maxima and sums, and its output."""
+def cpu_flash_bytes(threads: int, tokens: int, head_size: int, half: bool = False) -> int:
+    """A thread's scores, its rows' maxima and sums, and its output; for half inputs the scores once more in half."""
     queries, keys = _cpu_tile(tokens)
-    return 4 * threads * (queries * keys + 2 * queries + queries * head_size)
+    halves = 2 * queries * keys if half else 0
+    return threads * (4 * (queries * keys + 2 * queries + queries * head_size) + halves)
 
 
-def cpu_flash_backward_bytes(threads: int, tokens: int) -> tuple[int, int]:
-    """Each thread's scores and their gradient, and one tile's dot products."""
+def cpu_flash_backward_bytes(threads: int, tokens: int, half: bool = False) -> tuple[int, int]:
+    """Each thread's scores and their gradient, for half inputs once more in half; and one tile's dot products."""
     queries, keys = _cpu_tile(tokens)
-    return 4 * threads * 2 * queries * keys, 4 * queries
+    return (6 if half else 4) * threads * 2 * queries * keys, 4 * queries
 
 
-def cpu_layer_norm_backward_bytes(threads: int, width: int) -> int:
+def cpu_layer_norm_backward_bytes(threads: int, width: int, weight_bytes: int) -> int:
     """Each thread's share of the weight's and the bias's gradient."""
-    return 4 * threads * 2 * width
+    return threads * 2 * width * weight_bytes
+
+
+def cpu_lstm_workspace_bytes(steps: int, rows: int, inputs: int, hidden: int) -> int:
+    """What oneDNN keeps of an LSTM layer for its backward, in whole pages: gates, outputs, and states with gradients.
+
+    As oneDNN 3.12 lays it out for float32 (`src/cpu/rnn/rnn_utils.cpp`), and as seen on shapes of all kinds.
+    """
+    done, begun = 4 * steps * rows, 4 * 2 * (steps + 1) * rows  # states have a first one, and are the layer's and below
+    parts = [done * _spaced(4 * hidden), done * _spaced(hidden)]
+    parts += 3 * [begun * _spaced(max(inputs, hidden))] + 2 * [begun * hidden]
+    return sum(_up(part, 4096) for part in parts)
+
+
+def cpu_lstm_bytes(steps: int, rows: int, inputs: int, hidden: int) -> tuple[int, ...]:
+    """An LSTM layer's temporaries: both weights laid out anew, and the gates of all steps."""
+    gates = 4 * _spaced(4 * hidden)
+    return inputs * gates, hidden * gates, steps * rows * gates
+
+
+def _spaced(columns: int) -> int:
+    """oneDNN's rows: whole cache lines, but no multiple of 1024 bytes."""
+    whole = _up(columns, 16)
+    return whole + 16 if whole % 256 == 0 else whole
 
 
 def safe_softmax_bytes(rows: int, columns: int, float_bytes: int) -> tuple[int, int, int]:

@@ -38,7 +38,7 @@ def layer_norm_backward(run: Run, node: Node) -> None:
         weights.insert(0, ledger.hold(f"{name}.bias.grad", weight_bytes, Kind.GRADIENTS))
     made = (dx, *weights)
     if not sizes.cuda:
-        size = cpu_layer_norm_backward_bytes(sizes.threads, sizes.width)
+        size = cpu_layer_norm_backward_bytes(sizes.threads, sizes.width, sizes.weight_bytes)
         made = (*made, ledger.hold(f"{name}.temporary", size, Kind.TEMPORARY))
     ledger.note(name, made, Kernel.REDUCTION, 3 * grad_bytes)
     del grad, made
@@ -164,8 +164,14 @@ def dropout(run: Run, name: str, x: Held, stop: bool = False) -> Held:
 
 
 def add(run: Run, name: str, x: Held, branch: Held) -> Held:
-    """The residual connection: a half branch is promoted as it is added to a float32 stream."""
-    out = run.ledger.make(name, x.bytes, Kind.ACTIVATIONS, moved=2 * x.bytes + branch.bytes)
+    """The residual connection: a half branch is promoted as it is added to a float32 stream, on the CPU by a copy."""
+    ledger = run.ledger
+    made = [ledger.hold(name, x.bytes, Kind.ACTIVATIONS)]
+    if branch.bytes != x.bytes and not run.sizes.cuda:
+        made.append(ledger.hold(f"{name}.promoted", x.bytes, Kind.TEMPORARY))
+    ledger.note(name, tuple(made), Kernel.POINTWISE, 2 * x.bytes + branch.bytes)
+    out = made[0]
+    del made
     run.save(add_backward, name, [], branch.bytes)
     return out
 

@@ -32,20 +32,22 @@ _WRITTEN_CHUNKS = 3  # of equal ones: the allocator serves each as it served the
 def whole_loss(run: Run, hidden: Held, targets: Held) -> tuple[Held, Held]:
     """All logits, then cross_entropy. Returns (logits, loss).
 
-    Under autocast cross_entropy asks log_softmax for the logits' own type, which autocast respects; nll_loss is on
-    its float32 list, so it is the logarithms that are copied to float32, and kept for the backward.
+    Under a GPU's autocast cross_entropy asks log_softmax for the logits' own type, which autocast respects; nll_loss is
+    on its float32 list, so it is the logarithms that are copied to float32, and kept for the backward. On a CPU
+    cross_entropy itself is on that list: the logits are copied to float32, for as long as it runs.
     """
     sizes, ledger = run.sizes, run.ledger
     count = sizes.rows * sizes.vocab
     logits = linear(run, HEAD, hidden, (sizes.width, sizes.vocab), False, Kind.LOGITS)
     if run.training:
         ledger.phase = Phase.LOSS
-    logarithms = ledger.make("loss.log_softmax", logits.bytes, Kind.LOGITS, Kernel.REDUCTION, 2 * logits.bytes)
+    scores = logits
+    if sizes.autocast and not sizes.cuda:
+        scores = ledger.make("loss.logits_float", 4 * count, Kind.LOGITS, moved=6 * count)
+    logarithms = ledger.make("loss.log_softmax", scores.bytes, Kind.LOGITS, Kernel.REDUCTION, 2 * scores.bytes)
     saved = [logarithms]
-    losses = logarithms
-    if sizes.autocast:
-        losses = ledger.make("loss.log_softmax_float", 4 * count, Kind.LOGITS, moved=6 * count)
-        saved.append(losses)
+    if sizes.autocast and sizes.cuda:
+        saved.append(ledger.make("loss.log_softmax_float", 4 * count, Kind.LOGITS, moved=6 * count))
     loss = ledger.hold("loss", sizes.loss_bytes, Kind.LOGITS)
     weight = ledger.hold("loss.total_weight", sizes.loss_bytes, Kind.LOGITS)
     ledger.note("loss.nll_loss", (loss, weight), Kernel.INDEX, 12 * sizes.rows)
@@ -54,18 +56,22 @@ def whole_loss(run: Run, hidden: Held, targets: Held) -> tuple[Held, Held]:
 
 
 def _whole_loss_backward(run: Run, node: Node) -> None:
-    """nll_loss, the cast back to half, log_softmax."""
+    """nll_loss and log_softmax, with the cast back to half before the second on a GPU, after it on a CPU."""
     sizes, ledger = run.sizes, run.ledger
-    logarithms, losses = node.saved[0], node.saved[1 if sizes.autocast else 0]
+    count = sizes.rows * sizes.vocab
+    logarithms, losses = node.saved[0], node.saved[1 if sizes.autocast and sizes.cuda else 0]
     grad = run.take_grad()
     dlosses = ledger.make("loss.nll_loss.dx", losses.bytes, Kind.LOGITS, moved=losses.bytes)
     del grad, losses
     node.saved.clear()
-    if sizes.autocast:
+    if sizes.autocast and sizes.cuda:
         moved = dlosses.bytes + logarithms.bytes
         dlosses = ledger.make("loss.log_softmax.dx_half", logarithms.bytes, Kind.LOGITS, moved=moved)
     moved = 3 * logarithms.bytes
     run.grad = ledger.make("loss.log_softmax.dx", logarithms.bytes, Kind.LOGITS, Kernel.REDUCTION, moved)
+    del dlosses, logarithms
+    if sizes.autocast and not sizes.cuda:
+        run.grad = ledger.make("loss.logits.dx", 2 * count, Kind.LOGITS, moved=6 * count)
 
 
 def chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
@@ -131,7 +137,9 @@ def _chunk(run: Run, rows: int, learns: bool) -> None:
         made = (ledger.hold("loss.chunk_grad_weight", weight_bytes, Kind.TEMPORARY),)
     note_product(run, "loss.chunk_grad_weight", made, 1, sizes.vocab, sizes.width, rows)
     if made:
-        ledger.note("loss.chunk_grad_weight_sum", (), Kernel.POINTWISE, 5 * weight_bytes)
+        promoted = () if sizes.cuda else (ledger.hold("loss.chunk_promoted", 2 * weight_bytes, Kind.TEMPORARY),)
+        ledger.note("loss.chunk_grad_weight_sum", promoted, Kernel.POINTWISE, 5 * weight_bytes)
+        del promoted
     del summed
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from oomph.config.schema import TrainConfig
 from oomph.step.gpt_eager_attention import attend
+from oomph.step.gpt_eager_kernels import RANDOM_STATE_BYTES
 from oomph.step.gpt_eager_layers import add, add_backward, dropout, gelu, layer_norm, linear
 from oomph.step.gpt_eager_ledger import Held
 from oomph.step.gpt_eager_loss import chunked_loss, whole_loss
@@ -56,10 +57,18 @@ def block(run: Run, name: str, x: Held) -> Held:
 def _checkpointed(run: Run, name: str, x: Held) -> Held:
     """The block without a graph: torch.utils.checkpoint keeps its input alone."""
     nodes, run.nodes = run.nodes, None
+    kept = [x, *_random_state(run, name)]
     out = block(run, name, x)
     run.nodes = nodes
-    run.save(_checkpointed_backward, name, [x])
+    run.save(_checkpointed_backward, name, kept)
     return out
+
+
+def _random_state(run: Run, name: str) -> list[Held]:
+    """Where the random numbers stand, so that dropout drops the same ones again; on a GPU the host keeps it."""
+    if run.sizes.cuda or not run.sizes.dropout:
+        return []
+    return [run.ledger.make(f"{name}.random_state", RANDOM_STATE_BYTES, Kind.TEMPORARY)]
 
 
 def _checkpointed_backward(run: Run, node: Node) -> None:
@@ -67,7 +76,7 @@ def _checkpointed_backward(run: Run, node: Node) -> None:
 
     The addition that ends the block saves nothing, so its gradient is cast before that.
     """
-    (x,) = node.saved
+    x, *random_state = node.saved
     node.saved.clear()
     sizes, name = run.sizes, node.name
     branch_bytes = sizes.rows * sizes.width * sizes.compute_bytes
@@ -75,8 +84,9 @@ def _checkpointed_backward(run: Run, node: Node) -> None:
     grad = run.take_grad()
     nodes, run.nodes = run.nodes, []
     run.half_weights = {}
+    now = _random_state(run, name)
     _recompute(run, name, x)
-    del x
+    del x, now
     run.half_weights = None
     run.grad = grad
     del grad
@@ -84,6 +94,7 @@ def _checkpointed_backward(run: Run, node: Node) -> None:
     run.backward()
     run.recomputed = False
     run.nodes = nodes
+    del random_state
 
 
 def _recompute(run: Run, name: str, x: Held) -> None:

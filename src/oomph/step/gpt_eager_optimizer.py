@@ -199,6 +199,8 @@ class Optimizer:
 
     def _foreach(self, group: list[Parameter]) -> None:
         ledger = self.run.ledger
+        if not self.run.sizes.cuda:  # what step counters are raised by; a GPU's stay with the host
+            ledger.make("adamw.one", 4, Kind.TEMPORARY)
         roots = [ledger.hold(f"{p.name}.sqrt", p.numel * self.weight_bytes, Kind.TEMPORARY) for p in group]
         # Ten passes over all numbers: decay, two moments in three, root, two scalings, the update.
         size = sum(held.bytes for held in roots)
@@ -258,7 +260,11 @@ class Optimizer:
             size = count * self.weight_bytes
             update = ledger.make(f"{parameter.name}.nesterov", size, Kind.TEMPORARY, moved=5 * size)
             update = self._orthogonal(parameter, update)
-            ledger.note(f"{parameter.name}.apply", (), Kernel.OPTIMIZER, 2 * count + 4 * size)
+            promoted: tuple[Held, ...] = ()
+            if not self.run.sizes.cuda and self.weight_bytes != 2:  # the CPU adds what is bfloat16 by a copy
+                promoted = (ledger.hold(f"{parameter.name}.promoted", size, Kind.TEMPORARY),)
+            ledger.note(f"{parameter.name}.apply", promoted, Kernel.OPTIMIZER, 2 * count + 4 * size)
+            del promoted
         del update
 
     def _orthogonal(self, parameter: Parameter, update: Held) -> Held:

@@ -46,7 +46,7 @@ class Sizes:
         self.chunked = bool(config.loss_chunk)
         self.dropout = config.dropout
         # nanoGPT enters autocast on a GPU only: on the CPU it trains in float32 whatever `dtype` says.
-        self.autocast = half and config.autocast and cuda
+        self.autocast = half and config.autocast and (cuda or config.trainer == "oomph")
         self.pure_half = half and not config.autocast
         self.weight_bytes = 2 if self.pure_half else 4  # a parameter, its gradient
         self.compute_bytes = 2 if self.autocast or self.pure_half else 4  # what matrix products read and write

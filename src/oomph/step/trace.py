@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomph.step.fakes import DTYPES, Model, convert, on_fakes, uncollected
 from oomph.step.ops import Kind, Phase, Section, Step
-from oomph.step.trace_kernels import rules
+from oomph.step.trace_kernels import random_states, rules
 from oomph.step.trace_loss import find_loss
 from oomph.step.trace_optimizer import Updater
 from oomph.step.trace_record import Recorder
@@ -60,10 +60,10 @@ def trace(
         batch = tuple(torch.zeros_like(tensor) if fake else tensor for tensor in given)
         program = _Program(built, batch, names, recorder, loss or _loss_of, keep_output, accumulation)
         program.autocast_dtype = DTYPES[dtype] if autocast and dtype != "float32" else None
-        program.updater = Updater(built, optimizer, optimizer_loop, grad_clip, cuda, program.autocast_dtype)
+        program.updater = Updater(built, optimizer, optimizer_loop, grad_clip, program.autocast_dtype)
         del batch
         kernel = sdpa_kernel(SDPBackend.MATH) if attention == "math" else contextlib.nullcontext()
-        with uncollected(), rules(recorder), kernel, recorder, _module_names(built, recorder):
+        with uncollected(), rules(recorder), random_states(recorder), kernel, recorder, _module_names(built, recorder):
             return program.play(first)
 
 

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from oomph.step.trace_record import Recorder
 from oomph.step.trace_rules import ATTENTION, HALVES, attention, composed_attention, following
+
+
+@contextlib.contextmanager
+def random_states(recorder: Recorder) -> Iterator[None]:
+    """While active, the states of random numbers that torch.utils.checkpoint keeps are seen, where they are the CPU's.
+
+    They are made below every dispatch mode. For a GPU they are the host's.
+    """
+
+    def get() -> torch.Tensor:
+        state = original()
+        recorder.allocate(state, "random_state")
+        return state
+
+    original = torch.get_rng_state
+    if recorder.cuda:
+        yield
+        return
+    torch.get_rng_state = get
+    try:
+        yield
+    finally:
+        torch.get_rng_state = original
 
 
 def rules(recorder: Recorder) -> contextlib.AbstractContextManager[None]:

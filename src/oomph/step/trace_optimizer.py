@@ -32,12 +32,11 @@ class Updater:
         optimizer: str,
         loop: str,
         grad_clip: float,
-        cuda: bool,
         dtype: torch.dtype | None,
     ) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.grad_clip = grad_clip
-        self.scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16 and cuda)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
         self.optimizers = _build(self.parameters, optimizer, loop, model)
 
     def state(self) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oomph.step import gpt_eager_kernels as kernels
+from oomph.step import trace_cpu
 from oomph.step.ops import Buffer, Kind, Op, Phase, Section
 from oomph.step.trace_cost import cost
 
@@ -156,8 +157,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default and self.cuda:
             self._watch(result.untyped_storage(), Live("host", 0, 0, Kind.TEMPORARY, None))
             return result  # torch.tensor(…) without a device is the host's
-        module = self._module()
-        name = f"{module}.{func._opname}" if module else func._opname
+        name = self._name(func)
         allocated: list[Live] = []
         kind = self._kind(func, args)
         for leaf in tree_leaves(result):
@@ -173,6 +173,10 @@ class Recorder(TorchDispatchMode):
         noted.freed += temporary
         self._mark_gradients(func, args)
         return result
+
+    def _name(self, func: Any) -> str:
+        module = self._module()
+        return f"{module}.{func._opname}" if module else func._opname
 
     def _module(self) -> str:
         if self.modules:
@@ -200,6 +204,12 @@ class Recorder(TorchDispatchMode):
         made = self.find(args[1] if func is aten.add_.Tensor else args[0])
         if made is not None:
             made.kind = Kind.GRADIENTS
+
+    def allocate(self, tensor: torch.Tensor, name: str) -> None:
+        """Count a tensor that was made just now, where no mode watches."""
+        allocated: list[Live] = []
+        self._see(tensor, name, Kind.TEMPORARY, allocated)
+        self.noted.append(Noted(name, self.phase, (), allocated))
 
     # --- what the engine does when no one looks ---------------------------------------------------
 
@@ -229,16 +239,14 @@ class Recorder(TorchDispatchMode):
     # --- what kernels do out of the dispatcher's sight ---------------------------------------------------------
 
     def _cpu_extras(self, func: Any, args: Any, allocated: list[Live]) -> list[Live]:
-        """Temporaries of the CPU's kernels, which share their work out among threads."""
-        threads = torch.get_num_threads()
-        sizes: tuple[int, ...] = ()
-        if func is _FLASH:
-            sizes = (kernels.cpu_flash_bytes(threads, args[0].shape[2], args[0].shape[3]),)
-        elif func is _FLASH_BACKWARD:
-            sizes = kernels.cpu_flash_backward_bytes(threads, args[1].shape[2])
-        elif func is aten.native_layer_norm_backward.default:
-            sizes = (kernels.cpu_layer_norm_backward_bytes(threads, args[1].shape[-1]),)
-        return [self._extra(allocated[0], size) for size in sizes]
+        """Temporaries of the CPU's kernels."""
+        if kept_bytes := trace_cpu.workspace_bytes(func, args):
+            allocated[-1].size_bytes = kept_bytes
+        sizes = trace_cpu.temporary_bytes(func, args)
+        if not sizes:
+            return []
+        name, kind = self._name(func), self._kind(func, args)
+        return [Live(name, size, 0, kind, block_of(name)) for size in sizes]
 
     def _cuda_extras(self, func: Any, args: Any, allocated: list[Live]) -> list[Live]:
         """Adjust the allocations to those of CUDA's kernel; returns its temporaries."""

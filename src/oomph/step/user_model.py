@@ -21,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomph.config.schema import TrainConfig
 from oomph.errors import InputError, Problem, nearest
+from oomph.step.fakes import converting
 from oomph.step.gpt import workspaces
 from oomph.step.ops import Buffer, Kind, Step
 from oomph.step.params import Parameter
 from oomph.step.trace_flops import uncounted
+from oomph.step.user_failure import failure, unplannable
 
 FAILURES = (Exception, SystemExit)  # a model that leaves must not take the plan, and its exit code, along
 
@@ -35,8 +37,10 @@ class Traced(msgspec.Struct, frozen=True):
     parameters: tuple[Parameter, ...]
     steps: tuple[Step, Step]  # the first optimizer step, and a later one
     trained: tuple[Parameter, ...]  # of the parameters, those that get a gradient
+    makes_no_loss: bool = False  # it returns one tensor, whose mean stands for a loss
     own_inputs: tuple[tuple[int, ...], ...] = ()  # shapes, where the function brought its inputs
     uncounted: tuple[str, ...] = ()  # operators whose arithmetic is in no figure
+    unseen_bytes: int = 0  # at most: what a CPU's convolutions copy while they run
 
 
 def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: tuple[int, int] | None = None) -> Traced:
@@ -48,13 +52,30 @@ def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: t
     with redirect_stdout(sys.stderr):  # what the model prints is not part of our answer
         build, inputs, own = _builder(spec, config)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            found = list(build().named_parameters())
+            model = build()
+        if problems := unplannable(spec, model):
+            raise InputError(problems)
+        found = list(model.named_parameters())
+        returned: list[bool] = []
         parameters = {n: Parameter(n, tuple(p.shape), p.dim() >= 2) for n, p in found}
         trained = tuple(parameters[n] for n, p in found if p.requires_grad)
-        steps = _steps(spec, build, inputs, config, cuda, capability)
+        steps = _steps(spec, lambda: _watched(build(), returned), inputs, config, cuda, capability)
     shapes = tuple(tuple(t.shape) for t in inputs) if own else ()
-    unknown = uncounted(op for section in steps[1].sections for op in section.ops)
-    return Traced(tuple(parameters.values()), steps, trained, shapes, tuple(unknown))
+    ops = [op for section in steps[1].sections for op in section.ops]
+    copied = 0 if cuda else max((op.bytes_moved for op in ops if ".convolution" in f".{op.name}"), default=0)
+    return Traced(
+        tuple(parameters.values()), steps, trained, any(returned), shapes, tuple(uncounted(ops)), unseen_bytes=copied
+    )
+
+
+def _watched(model: nn.Module, returned: list[bool]) -> nn.Module:
+    """The model; each time it is called, whether it returned a tensor that is no loss is added to `returned`."""
+
+    def look(_module: nn.Module, _inputs: Any, result: Any) -> None:
+        returned.append(isinstance(result, torch.Tensor) and result.dim() > 0)
+
+    model.register_forward_hook(look)
+    return model
 
 
 def _steps(
@@ -90,8 +111,7 @@ def _steps(
         raise
     except FAILURES as error:
         how = "as torch.compile would" if config.compile else "eagerly"
-        problem = Problem(spec, f"the model cannot be traced {how}: {type(error).__name__}: {error}")
-        raise InputError(problem) from error
+        raise InputError(failure(spec, f"the model cannot be traced {how}", error)) from error
     held = tuple(Buffer("cublas", size, Kind.WORKSPACE) for size in workspace_bytes)
     return Step(first.resident + held, first.sections), Step(later.resident + held, later.sections)
 
@@ -151,7 +171,7 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
         with mock.patch.object(sys, "argv", [str(path)]):  # ours are not the file's
             spec.loader.exec_module(module)
     except FAILURES as error:
-        raise InputError(Problem(str(path), f"running it raised {type(error).__name__}: {error}")) from error
+        raise InputError(failure(str(path), "running it raised", error)) from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
     found: Any = getattr(module, name, None)
@@ -170,12 +190,12 @@ def _defined_in(module: Any, value: Any) -> bool:
 
 def _call(spec: str, build: Callable[[], Any]) -> Any:
     try:
-        with mock.patch.object(sys, "argv", [spec.rpartition(":")[0]]):
+        with mock.patch.object(sys, "argv", [spec.rpartition(":")[0]]), converting():
             return build()
     except InputError:
         raise
     except FAILURES as error:
-        raise InputError(Problem(spec, f"calling it raised {type(error).__name__}: {error}")) from error
+        raise InputError(failure(spec, "calling it raised", error)) from error
 
 
 class _Causal(nn.Module):

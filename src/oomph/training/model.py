@@ -56,8 +56,8 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=k.size(2) == T
             )
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-        return F.dropout(y, self.dropout, self.training)
+        y = y.transpose(1, 2).reshape(B, T, C)  # where this copies, the heads' own are let go before the product
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
 
     def _chosen_kernel(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
