@@ -204,3 +204,9 @@ def test_a_plan_after_others_of_the_same_steps_is_the_plan_made_first() -> None:
         _steps.cache_clear()
         assert oomph.plan(keys | {"max_iters": 5}, card).to_dict() == later
         oomph.plan(keys, "T4")
+
+
+def test_a_plan_without_a_time_says_why() -> None:
+    plan = oomph.plan({"dtype": "float16"}, "GTX 1660")
+    assert plan.time is None
+    assert any(note.startswith("No time is given for the GeForce GTX 1660") for note in plan.notes)

@@ -23,7 +23,7 @@ from oomph.predict.duration import tokens_per_step as tokens_per_step
 from oomph.predict.footprint import Footprint, footprint
 from oomph.remarks import about_own_model, remarks
 from oomph.step import gpt, params
-from oomph.step.ops import Phase, Step
+from oomph.step.ops import Kernel, Phase, Step
 from oomph.step.params import Parameter
 
 PROGRAMS = {"nanogpt": "nanoGPT", "oomph": "oomph train"}
@@ -36,6 +36,8 @@ BESIDE_THE_STEP = (
     "dataset_tokens", "seed", "expandable_segments",
 )  # fmt: skip
 
+PRODUCTS_A_BLOCK = 5  # queries, keys and values; attention; its projection; two of the MLP
+
 # A step is longer than a kernel's launch and shorter than a year; a board draws something.
 POSSIBLE = {"step_ms": (0.001, 3.2e10), "watts": (0.001, 1e6)}
 
@@ -46,7 +48,7 @@ class _Built(NamedTuple):
     parameters: tuple[Parameter, ...]
     steps: tuple[Step, Step]  # the first and a later one
     notes: tuple[str, ...] = ()
-    params_frozen: int = 0
+    frozen: frozenset[str] = frozenset()  # of the parameters, those that get no gradient
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -158,7 +160,8 @@ def plan(
     compute, data = _compute(settled, steps[1], traced=model is not None), _data(settled, counts)
     times = clock.predict_times(steps[1], settled, chosen)
     running = _runs(steps, settled)
-    time = predict_time(settled, chosen, compute.flops_per_step, times, steps[1], step_ms)
+    timed = msgspec.structs.replace(settled, n_layer=_blocks(steps[1])) if model else settled
+    time = predict_time(timed, chosen, compute.flops_per_step, times, steps[1], step_ms)
     return Plan(
         loaded=loaded,
         device=chosen,
@@ -235,6 +238,12 @@ def _steps(config: TrainConfig, on_gpu: bool, capability: tuple[int, int] | None
     return _Built(params.parameters(config), (first, later))
 
 
+def _blocks(step: Step) -> int:
+    """How many transformer blocks a model of one's own amounts to, by its forward's products: a block has five."""
+    forward = [op for op in step.sections[0].ops if op.phase is Phase.FORWARD]
+    return max(1, round(sum(op.kernel in (Kernel.GEMM, Kernel.ATTENTION) for op in forward) / PRODUCTS_A_BLOCK))
+
+
 def with_optimizer(device: Device, config: TrainConfig) -> Device:
     """The device with what the program's optimizer brings along: oomph's own AdamW imports nothing."""
     own = config.trainer == "oomph" and config.optimizer == "adamw" and config.optimizer_loop == "fused"
@@ -258,15 +267,15 @@ def _traced(model: str, config: TrainConfig, device: Device) -> _Built:
     found = trace_model(model, config, device.kind != "cpu", device.capability)
     buckets = gpt.gradient_buckets(config, found.trained)
     first, later = (Step((*step.resident, *buckets), step.sections) for step in found.steps)
-    trained = sum(p.numel for p in found.trained)
-    frozen = sum(p.numel for p in found.parameters) - trained
-    return _Built(found.parameters, (first, later), about_own_model(found, config), frozen)
+    frozen = {p.name for p in found.parameters} - {p.name for p in found.trained}
+    return _Built(found.parameters, (first, later), about_own_model(found, config), frozenset(frozen))
 
 
 def _model(built: _Built) -> Model:
     parameters = built.parameters
-    decayed = [p for p in parameters if p.decayed]
-    kept = [p for p in parameters if not p.decayed]
+    trained = [p for p in parameters if p.name not in built.frozen]
+    decayed = [p for p in trained if p.decayed]
+    kept = [p for p in trained if not p.decayed]
     total = sum(p.numel for p in parameters)
     return Model(
         params=total,
@@ -276,7 +285,7 @@ def _model(built: _Built) -> Model:
         decay_tensors=len(decayed),
         no_decay_tensors=len(kept),
         groups=params.by_group(parameters),
-        params_frozen=built.params_frozen,
+        params_frozen=total - sum(p.numel for p in trained),
     )
 
 

@@ -21,8 +21,9 @@ DECIDED_BY_THE_MODEL = (
 def remarks(loaded: LoadedConfig, device: Device, own_model: bool) -> list[str]:
     """Of the config on the device."""
     config, found = loaded.config, []
-    if device.kind == "cpu" and device.cpu_rates is not None and device.peak_tflops(config.dtype or "float32") is None:
-        found.append(f"No time is given: how quickly this CPU multiplies in {config.dtype} is not measured")
+    if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
+        missing = f"its rate in {config.dtype} or its bandwidth is not known"
+        found.append(f"No time is given for the {device.name}: {missing}")
     if device.kind != "cpu":
         found.append(
             "Assumed, and covered by low and high: the kernels and workspaces a real card picks, its driver's context"
@@ -65,6 +66,12 @@ def about_own_model(found: Traced, config: TrainConfig) -> tuple[str, ...]:
     if found.uncounted:
         names = ", ".join(found.uncounted)
         notes.append(f"Not counted is the arithmetic of {names}: times may be far too short, for low and high too")
+    if found.recurrent:
+        names = ", ".join(found.recurrent)
+        notes.append(
+            f"Recurrent layers ({names}): a card takes their steps one after another in one call. The time of an LSTM "
+            "is a lower bound; a GRU or RNN is traced step by step, which a real one does not launch: an upper one"
+        )
     if found.own_inputs:
         shapes = " and ".join(str(shape) for shape in found.own_inputs)
         counted = f"{config.batch_size} × {config.block_size}"

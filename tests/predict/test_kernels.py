@@ -125,3 +125,33 @@ def test_a_board_with_little_power_that_nobody_measured_is_taken_to_be_slower_th
     for assume in (BEST, LIKELY, WORST):
         assert half_ratio(starved, assume) < half_ratio(fed, assume)
         assert half_ratio(oomph.find_gpu("RTX 4090 Laptop"), assume) == half_ratio(fed, assume)
+
+
+@pytest.mark.parametrize("name", ["T4", "V100 SXM2 16GB", "GTX 1080 Ti"])
+def test_a_card_without_tf32_takes_float32_as_it_is_whatever_is_allowed(name: str) -> None:
+    card = oomph.find_gpu(name)
+    times = [
+        oomph.plan(
+            {"dtype": "float32", "compile": False, "n_layer": 1, "vocab_size": 50257, "allow_tf32": allowed}, card
+        )
+        for allowed in (True, False)
+    ]
+    first, second = (plan.time for plan in times)
+    assert first is not None
+    assert second is not None
+    assert first.step_ms == second.step_ms
+
+
+@pytest.mark.parametrize("name", ["T4", "V100 SXM2 16GB"])
+def test_emulated_bfloat16_is_as_quick_as_it_was_measured(name: str) -> None:
+    card = oomph.find_gpu(name)
+    measured = (card.bf16_emulated_tflops or 0) * 1e12
+    assert flops_per_s(card, "bfloat16", WORST, allow_tf32=True) < measured < flops_per_s(card, "bfloat16", BEST, True)
+    assert flops_per_s(card, "bfloat16", LIKELY, allow_tf32=True) == pytest.approx(measured)
+
+
+def test_plain_float32_products_of_a_board_with_little_power_lie_where_they_were_measured() -> None:
+    """50.1 TFLOPS falling to 35.0 on an RTX 6000 Ada, 15.4 to 10.7 on an L4."""
+    for name, low, high in (("RTX 6000 Ada", 35.0, 50.1), ("L4", 10.7, 15.4)):
+        card = oomph.find_gpu(name)
+        assert low < flops_per_s(card, "float32", LIKELY, allow_tf32=False) / 1e12 < high

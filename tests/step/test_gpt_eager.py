@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +13,7 @@ from trace_gpt import movements, rounded, traced, unfolded
 from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak
 from oomph.step import gpt, gpt_eager
+from oomph.step.gpt_eager_ledger import Held
 from oomph.step.ops import Kind, Phase
 
 
@@ -250,3 +253,14 @@ def test_cublas_keeps_a_workspace_for_each_of_two_threads() -> None:
     sizes = [b.bytes for b in gpt.build(config_of()).resident if b.kind is Kind.WORKSPACE]
     assert sum(sizes) == 17_039_360  # measured on an A100 (erees.dev)
     assert gpt.workspaces((9, 0)) == (32 << 20, 32 << 20)
+
+
+def test_a_buffer_whose_making_was_interrupted_is_let_go_in_silence() -> None:
+    raised: list[object] = []
+    before, sys.unraisablehook = sys.unraisablehook, raised.append
+    try:
+        del_me = Held.__new__(Held)  # as Ctrl-C leaves it, between __new__ and __init__
+        del del_me
+    finally:
+        sys.unraisablehook = before
+    assert raised == []

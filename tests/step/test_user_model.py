@@ -121,6 +121,15 @@ class Seen(nn.Module):
 def seen():
     return Seen(), torch.zeros(2, 3, 16, 16)
 
+class Recalling(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.past = nn.GRU(32, 32)
+
+    def forward(self, ids, targets):
+        logits = self.head(F.gelu(self.hidden(self.past(self.embed(ids))[0])))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
 class Silent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -274,7 +283,20 @@ def test_frozen_parameters_are_in_no_gradient_bucket(file: Path) -> None:
 
 def test_arithmetic_that_is_not_counted_is_named(file: Path) -> None:
     notes = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:Far").notes
-    assert any("Not counted is the arithmetic of" in note and "cdist_backward" in note for note in notes)
+    (said,) = [note for note in notes if "Not counted is the arithmetic of" in note]
+    assert "cdist_backward" in said
+    assert "norm" not in said  # gradient clipping's
+
+
+def test_recurrent_layers_are_said_to_be_timed_roughly(file: Path) -> None:
+    notes = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:Recalling").notes
+    assert any("Recurrent layers (GRU)" in note for note in notes)
+
+
+def test_compiling_takes_as_long_as_the_model_is_large_whatever_the_config_says(file: Path) -> None:
+    plans = [oomph.plan(SMALL | {"n_layer": layers}, "RTX 4070", model=f"{file}:build") for layers in (1, 48)]
+    times = [plan.time.compile_s for plan in plans if plan.time is not None]
+    assert times == [2.0, 2.0]  # less than a block of a GPT
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -325,6 +347,8 @@ def test_frozen_parameters_are_counted_apart(file: Path, capsys: pytest.CaptureF
     plan = oomph.plan(SMALL | {"compile": False}, "RTX 4070", model=f"{file}:Frozen")
     assert plan.model.params_frozen == 96 * 32 + 32 * 64 + 64
     assert plan.model.params == plan.model.params_frozen + 64 * 96
+    assert (plan.model.decay_params, plan.model.decay_tensors) == (64 * 96, 1)
+    assert plan.model.no_decay_tensors == 0
     assert plan.to_dict()["model"]["params_frozen"] == plan.model.params_frozen
     assert oomph.plan(SMALL, "RTX 4070").model.params_frozen == 0
     main(["plan", "--model", f"{file}:Frozen", "--gpu", "RTX 4070", "--compile=False"])

@@ -213,14 +213,14 @@ class _Checking:
             beside_mib -= with_optimizer(device, self.config).context_mib - device.context_mib
         if ratio is not None and not LOWEST <= ratio <= HIGHEST:
             ratio = None  # something else than the device held the steps up, or the prediction is wrong
-        compiled = self.config.compile
-        how = "compiled" if compiled else "eager"
+        if ratio is beside_mib is measured.watts is None:
+            return None
+        how = "compiled" if self.config.compile else "eager"
         return Ratios(
             date=date.today().isoformat(),
             of=f"{self.plan.program}, {self.config.n_layer} layers × {self.config.n_embd}, {how}, {self.config.dtype}",
             torch=self.config.torch_version,
-            eager=None if compiled else ratio,
-            compiled=ratio if compiled else None,
+            time=ratio,
             context_mib=max(0.0, beside_mib) if beside_mib is not None else None,
             watts=measured.watts,
         )

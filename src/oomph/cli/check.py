@@ -24,6 +24,8 @@ def run(argv: list[str]) -> int:
         parser.epilog = keys_help()
     problems: list[Problem] = []
     options, overrides = parser.parse(argv, problems)
+    if options.steps < 1:
+        problems.append(Problem("--steps", "too few", found=str(options.steps), allowed="at least 1"))
     loaded = gather(problems, lambda: configs.load(options.sources, overrides))
     if problems or loaded is None:
         raise InputError(problems)
@@ -55,9 +57,9 @@ def _save(result: Check) -> None:
         why = "the run did not end well" if result.failure else "other programs had the CPU"
         print(f"nothing was kept: {why}", file=sys.stderr)
         return
-    path = ratios.save(result.plan.device, result.ratios)
+    path = ratios.save(result.plan.device, result.plan.config.compile, result.ratios)
     print(f"kept in {path}: later plans for {result.plan.device.name} use it", file=sys.stderr)
-    if result.ratios.eager is None and result.ratios.compiled is None:
+    if result.ratios.time is None:
         print("the steps' time was not kept: it is too far from the prediction to be the device's", file=sys.stderr)
 
 

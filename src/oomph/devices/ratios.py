@@ -23,8 +23,7 @@ class Ratios(msgspec.Struct, frozen=True, omit_defaults=True):
     date: str  # 2026-11-16
     of: str  # what ran
     torch: str
-    eager: float | None = None  # measured step over predicted step
-    compiled: float | None = None  # the same under torch.compile
+    time: float | None = None  # measured step over predicted step
     context_mib: float | None = None  # what the process took beyond its predicted tensors and its optimizer's imports
     watts: float | None = None  # the card's draw
 
@@ -40,7 +39,7 @@ def ratios_file() -> Path:
 
 
 def load() -> dict[str, Ratios]:
-    """What is kept, by device. Raises `InputError` where the file is there and cannot be read."""
+    """What is kept, by device and kind of run. Raises `InputError` where the file is there and cannot be read."""
     path = ratios_file()
     try:
         content = path.read_bytes()
@@ -57,18 +56,15 @@ def load() -> dict[str, Ratios]:
     return {name: ratios for name, ratios in found.devices.items() if _sound(ratios)}
 
 
-def save(device: Device, ratios: Ratios) -> Path:
-    """Keep the device's ratios in place of earlier ones; where they are kept. Raises `InputError` where it cannot.
+def save(device: Device, compiled: bool, ratios: Ratios) -> Path:
+    """Keep what a compiled or an eager run on the device gave, in place of an earlier one of its kind: where it is.
 
-    An eager run says nothing of a compiled one: the ratio of the kind that did not run stays as it was.
+    Raises `InputError` where it cannot.
     """
     from oomph.files import write_whole
 
     path, kept = ratios_file(), load()
-    if (earlier := kept.get(_key(device))) is not None:
-        eager, compiled = ratios.eager or earlier.eager, ratios.compiled or earlier.compiled
-        ratios = replace(ratios, eager=eager, compiled=compiled)
-    kept[_key(device)] = ratios
+    kept[_key(device, compiled)] = ratios
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -78,46 +74,55 @@ def save(device: Device, ratios: Ratios) -> Path:
 
 
 def calibrated(device: Device) -> Device:
-    """The device as it was measured here, with a note that says so; unchanged where nobody measured it.
+    """The device as it was measured here, with a note for each run that says so; unchanged where nobody measured it.
 
-    Where only eager steps were measured, or only compiled ones, the others are taken to be as far off.
+    Where only eager steps were measured, or only compiled ones, the others are taken to be as far off. What a process
+    takes beside its tensors, and the draw, are the last run's that told them.
     """
     if os.environ.get(PLAN_WITHOUT, "") == "0":
         return device
     try:
-        ratios = load().get(_key(device))
+        kept = load()
     except InputError as error:
         return replace(device, notes=(*device.notes, f"Planned without measured ratios: {error.problems[0]}"))
-    if ratios is None:
+    runs = {compiled: kept[key] for compiled in (False, True) if (key := _key(device, compiled)) in kept}
+    if not runs:
         return device
-    eager, compiled = ratios.eager or ratios.compiled or 1.0, ratios.compiled or ratios.eager or 1.0
-    changes: dict[str, object] = {
-        "eager_ratio": eager, "compiled_ratio": compiled, "drawn_watts": ratios.watts
-    }  # fmt: skip
-    times = {"eager": ratios.eager, "compiled": ratios.compiled}
-    said = [f"{how} steps × {ratio:.2f}" for how, ratio in times.items() if ratio]
-    if ratios.context_mib is not None:
-        changes["context_mib"] = round(ratios.context_mib)
-        said.append(f"{ratios.context_mib:,.0f} MiB beside the tensors")
-    if ratios.watts:
-        said.append(f"{ratios.watts:,.0f} W")
-    note = (
-        f"As measured here on {ratios.date} with {ratios.of} (oomph check --save): {', '.join(said)}. "
+    times = {compiled: run.time for compiled, run in runs.items() if run.time}
+    only = next(iter(times.values()), 1.0)
+    changes: dict[str, object] = {"eager_ratio": times.get(False, only), "compiled_ratio": times.get(True, only)}
+    for run in sorted(runs.values(), key=lambda run: run.date):
+        changes |= {"context_mib": round(run.context_mib)} if run.context_mib is not None else {}
+        changes |= {"drawn_watts": run.watts} if run.watts is not None else {}
+    notes = [_note(run, "compiled" if compiled else "eager", alone=len(times) == 1) for compiled, run in runs.items()]
+    return replace(device, notes=(*device.notes, *notes), **changes)
+
+
+def _note(run: Ratios, how: str, alone: bool) -> str:
+    said = []
+    if run.time:
+        said.append(f"{how} steps × {run.time:.2f}{', and so the others' if alone else ''}")
+    if run.context_mib is not None:
+        said.append(f"{run.context_mib:,.0f} MiB beside the tensors")
+    if run.watts:
+        said.append(f"{run.watts:,.0f} W")
+    return (
+        f"As measured here on {run.date} with {run.of} (oomph check --save): {'; '.join(said) or 'nothing'}. "
         f"{PLAN_WITHOUT}=0 plans without it"
     )
-    return replace(device, notes=(*device.notes, note), **changes)
 
 
-def _key(device: Device) -> str:
-    """A card by its name; a CPU by its threads too, which make it another device."""
-    return f"{device.name}, {device.threads} threads" if device.kind == "cpu" else device.name
+def _key(device: Device, compiled: bool) -> str:
+    """A card by its name; a CPU by its threads too, which make it another device. Compiled runs are kept apart."""
+    name = f"{device.name}, {device.threads} threads" if device.kind == "cpu" else device.name
+    return f"{name}, compiled" if compiled else name
 
 
 def _sound(ratios: Ratios) -> bool:
     """Whether the figures can be: a file that somebody edited must not make a plan of nothing."""
-    times_are = all(ratio is None or LOWEST <= ratio <= HIGHEST for ratio in (ratios.eager, ratios.compiled))
+    time_is = ratios.time is None or LOWEST <= ratios.time <= HIGHEST
     context_is = ratios.context_mib is None or 0 <= ratios.context_mib < 2**20
-    return times_are and context_is and (ratios.watts is None or 0 < ratios.watts < 1e5)
+    return time_is and context_is and (ratios.watts is None or 0 < ratios.watts < 1e5)
 
 
 def _damaged(path: Path, found: str) -> Problem:

@@ -38,7 +38,7 @@ class Assumptions(msgspec.Struct, frozen=True):
 # Sources. Ratios: measured over rated in the catalogue (GeForce RTX 3080 1.08, 3080 Ti 1.11 to 1.15, 4070 SUPER 1.02 to
 # 1.07, 5070 1.0 to 1.09; A4000 0.84, A100 0.83, H100 0.81, L40S 0.72): GeForce boards run above their rated clock (1.05
 # in the mean of those measured), the others against their power limit; with little power (STARVED_WATTS) they hold 0.38
-# to 0.66 (T4, A10, L4, L40S, RTX 6000 Ada, A100 PCIe, L40). Where the card itself was
+# to 0.66 (T4, A10, L4, A100 PCIe 40GB; L40S, RTX 6000 Ada, L40 as the catalogue derives it). Where the card itself was
 # measured, published figures are the best of many sizes in a short run; a board at its power limit holds the lowest
 # of them through a day of training. Throttling: boards of one kind differ by as much between machines (L4 53 to 91
 # TFLOPS, T4 25 to 43). Bandwidth: copy kernels reach 0.86 to 0.93 of the rated figure on GDDR6X and HBM alike; but
@@ -61,7 +61,8 @@ EARLY_COMPILED = 10.0
 MEASURED_SPREAD = 0.1  # of a card measured only once, taken as the width of the range
 POWER_LIMITED = 0.9  # a board that never reaches more of its rated peak in large products is at its power limit
 # Watts of board power a multiprocessor, up to which it cannot hold its clock in matrix products: boards that can have
-# 2.8 and more (A100 PCIe, A6000 3.6, RTX 4090 3.5), those that swing with their cooling 1.2 to 2.5 (L4, T4, A10, L40S).
+# 2.8 and more (A100 PCIe 80GB, A6000 3.6, RTX 4090 3.5), those that swing with their cooling 1.2 to 2.5 (L4, T4, A10,
+# L40S).
 STARVED_WATTS = 2.5
 # Of the rated peak that float32 products without tensor cores reach, by lanes a multiprocessor: where 128 share their
 # issue slots with integers, less (torch.matmul: A100 18 to 19 of 19.5, V100 14 of 15.7; 3090 24 of 35.6, 4090 46 to
@@ -74,7 +75,8 @@ ECC_SHARE = 15 / 16  # of GDDR memory's capacity and traffic that is left where 
 # smaller tiles load more bytes for each product (NVIDIA, "Matrix Multiplication Background User's Guide").
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 64, 0.70))
 SPLITS = (1, 2, 4, 8, 16)  # how many multiprocessors may share the inner dimension of one tile
-ALIGNED = 8  # elements: 16 bytes of half precision; below that, loads are not vectorised
+# Of the full rate where rows begin at even addresses that are no multiples of 16 bytes: assumed, between the odd
+# extents below and the full rate (an RTX 4090 does odd ones at 0.7, pytorch issue 181718, where an A100 did at 0.3).
 UNALIGNED_SHARE = 0.6
 # Of the full rate where an extent is odd, so that loads are two bytes wide. The PyTorch blog on nanoGPT (March 2023)
 # took 113 ms with a vocabulary of 50257 and 87 with 50304: the head's three products went from 11 to 37 ms.
@@ -141,10 +143,20 @@ def flops_per_s(device: Device, dtype: str, assume: Assumptions, allow_tf32: boo
     peak = (device.peak_tflops(dtype, allow_tf32) or device.tflops_fp32 or 0.0) * 1e12
     if device.kind == "cpu":
         return peak
+    spread = 1 + MEASURED_SPREAD * (assume.measured - LIKELY.measured)
+    if dtype == "bfloat16" and device.bf16_emulated_tflops is not None:
+        return peak * spread  # a measurement itself
     lanes = RATES.get(device.rate_class or "")
-    if dtype == "float32" and lanes is not None and not (allow_tf32 and lanes.tf32):
-        return peak * PLAIN_FP32[lanes.fp32] * (1 + MEASURED_SPREAD * (assume.measured - LIKELY.measured))
+    if lanes is not None and is_plain(dtype, device, allow_tf32):
+        held = assume.starved_ratio / assume.other_ratio if is_starved(device) else 1.0  # as on tensor cores
+        return peak * PLAIN_FP32[lanes.fp32] * held * spread
     return peak * half_ratio(device, assume)
+
+
+def is_plain(dtype: str, device: Device, allow_tf32: bool) -> bool:
+    """Whether products run without tensor cores: float32 where tf32 is not allowed, or the card has none."""
+    lanes = RATES.get(device.rate_class or "")
+    return dtype in ("float32", "tf32") and not (allow_tf32 and lanes is not None and lanes.tf32)
 
 
 def half_ratio(device: Device, assume: Assumptions) -> float:
@@ -176,8 +188,8 @@ def gemm_seconds(shape: tuple[int, ...], dtype: str, device: Device, program: Pr
     rate = flops_per_s(device, dtype, assume, program.allow_tf32)
     if device.kind == "cpu" or device.sm_count is None:
         return 2 * batch * m * n * k / rate
-    if dtype != "float32" and not program.pads:
-        rate *= alignment_share(m, n, k)
+    if not program.pads and not is_plain(dtype, device, program.allow_tf32):
+        rate *= alignment_share(m, n, k, aligned=4 if dtype in ("float32", "tf32") else 8)
     sm_count, best, moved_per_s = device.sm_count, float("inf"), bytes_per_s(device, assume)
     for rows, columns, share in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
@@ -191,11 +203,11 @@ def gemm_seconds(shape: tuple[int, ...], dtype: str, device: Device, program: Pr
     return best
 
 
-def alignment_share(*extents: int) -> float:
-    """Of the full rate, what products in half precision or tf32 reach whose rows begin at odd addresses."""
+def alignment_share(*extents: int, aligned: int = 8) -> float:
+    """Of the full rate, what products reach whose rows begin at odd addresses. `aligned`: elements in 16 bytes."""
     if any(extent % 2 for extent in extents):
         return ODD_SHARE
-    return UNALIGNED_SHARE if any(extent % ALIGNED for extent in extents) else 1.0
+    return UNALIGNED_SHARE if any(extent % aligned for extent in extents) else 1.0
 
 
 def attention_seconds(op: Op, device: Device, program: Program, assume: Assumptions) -> float:

@@ -220,6 +220,8 @@ def _use(plan: Plan) -> str:
     assert time is not None
     own = f", {100 * time.mfu:.1f} % of this device's own peak" if time.mfu is not None else ""
     rate = f"{time.tflops:.1f} TFLOPS" if time.tflops >= 1 else f"{1e3 * time.tflops:.1f} GFLOPS"
+    if plan.traced:
+        return f"{rate}{own}"
     return (
         f"{rate}{own}; nanoGPT will print mfu {100 * time.mfu_nanogpt:.1f} %, "
         f"because it divides by {NANOGPT_PEAK_FLOPS / 1e12:.0f} TFLOPS, an A100's, whatever the card"
@@ -239,9 +241,10 @@ def _data(plan: Plan) -> str:
 
 def _compute(plan: Plan) -> str:
     compute = plan.compute
+    counted = "by operation" if plan.traced else "nanoGPT's count"
     return (
         f"{scientific(compute.total_flops)} FLOPs in all, {scientific(compute.flops_per_step)} a step "
-        f"(nanoGPT's count, {compute.flops_per_token / 1e6:,.0f} M a token)"
+        f"({counted}, {compute.flops_per_token / 1e6:,.0f} M a token)"
     )
 
 

@@ -70,7 +70,10 @@ class Held:
         self.buffer = buffer
 
     def __del__(self) -> None:
-        self.ledger.frees.append(self.buffer)
+        try:
+            self.ledger.frees.append(self.buffer)
+        except AttributeError:
+            return  # Ctrl-C came before __init__ was through: there is nothing to free
 
     @property
     def bytes(self) -> int:

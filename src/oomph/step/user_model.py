@@ -41,6 +41,7 @@ class Traced(msgspec.Struct, frozen=True):
     own_inputs: tuple[tuple[int, ...], ...] = ()  # shapes, where the function brought its inputs
     uncounted: tuple[str, ...] = ()  # operators whose arithmetic is in no figure
     unseen_bytes: int = 0  # at most: what a CPU's convolutions copy while they run
+    recurrent: tuple[str, ...] = ()  # kinds of recurrent layers whose steps a card does not take as a trace has them
 
 
 def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: tuple[int, int] | None = None) -> Traced:
@@ -63,8 +64,16 @@ def trace_model(spec: str, config: TrainConfig, cuda: bool = True, capability: t
     shapes = tuple(tuple(t.shape) for t in inputs) if own else ()
     ops = [op for section in steps[1].sections for op in section.ops]
     copied = 0 if cuda else max((op.bytes_moved for op in ops if ".convolution" in f".{op.name}"), default=0)
+    recurrent = dict.fromkeys(type(each).__name__ for each in model.modules() if cuda and isinstance(each, nn.RNNBase))
     return Traced(
-        tuple(parameters.values()), steps, trained, any(returned), shapes, tuple(uncounted(ops)), unseen_bytes=copied
+        parameters=tuple(parameters.values()),
+        steps=steps,
+        trained=trained,
+        makes_no_loss=any(returned),
+        own_inputs=shapes,
+        uncounted=tuple(uncounted(ops)),
+        unseen_bytes=copied,
+        recurrent=tuple(recurrent),
     )
 
 
