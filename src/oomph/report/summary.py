@@ -248,15 +248,19 @@ def _compute(plan: Plan) -> str:
     )
 
 
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def _parts(time: Time) -> str:
     """The whole run as the sum of what it does."""
     parts = [f"steps {duration(3600 * time.train_hours)}"] if time.train_hours else []
     if time.eval_hours:
-        parts.append(f"{time.evaluations:,} evaluations {duration(3600 * time.eval_hours)}")
+        parts.append(f"{_many(time.evaluations, 'evaluation')} {duration(3600 * time.eval_hours)}")
     if time.checkpoints:
         each, rate = f"{time.checkpoint_mib:,.0f} MiB", f"{CHECKPOINT_BYTES_PER_S / 1e6:.0f} MB/s"
         whole = duration(3600 * time.checkpoint_hours)
-        parts.append(f"{time.checkpoints:,} checkpoints of {each} {whole} (at {rate})")
+        parts.append(f"{_many(time.checkpoints, 'checkpoint')} of {each} {whole} (at {rate})")
     if time.compile_s:
         low, high = (duration(time.compile_s * share) for share in (COMPILE_LOW, COMPILE_HIGH))
         parts.append(f"compiling in the first step {duration(time.compile_s)} ({low} to {high})")
