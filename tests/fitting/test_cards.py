@@ -10,7 +10,7 @@ from oomph import devices
 from oomph.fitting import fit
 from oomph.fitting.cards import CardOption, Cards, which_cards
 from oomph.report.fit_markdown import cards_to_markdown
-from oomph.report.fit_summary import is_yes
+from oomph.report.fit_summary import card_rows, is_yes
 
 RUN = {
     "n_layer": 4, "n_head": 4, "n_embd": 256, "block_size": 512, "vocab_size": 50304, "batch_size": 8,
@@ -75,3 +75,36 @@ def test_each_card_is_told_while_it_is_looked_at() -> None:
     told: list[str] = []
     which_cards(RUN, cards=[card(9000), card(8000)], progress=told.append)
     assert told == ["card 1 of 2: 9000 MiB at 20.0", "card 2 of 2: 8000 MiB at 20.0"]
+
+
+def only_just() -> tuple[dict[str, int], devices.Device]:
+    """A run and a card on which its leanest setting alone fits, and must give cache back."""
+    run = RUN | {"n_head": 6, "n_embd": 384, "vocab_size": 5000, "batch_size": 2, "gradient_accumulation_steps": 1}
+    return run, msgspec.structs.replace(card(10**6), memory_mib=498, usable_mib=498)
+
+
+def test_a_card_on_which_the_leanest_setting_alone_fits_would_do_as_fit_says() -> None:
+    run, tight = only_just()
+    found = which_cards(run, cards=[tight])
+    assert is_yes(fit(run, tight))
+    assert found.fitting
+    assert "only just" in found.verdict
+
+
+def test_the_verdict_says_that_a_setting_must_give_cache_back() -> None:
+    found = fit(*only_just())
+    assert found.chosen is not None
+    assert found.chosen.plan.memory.retries
+    assert "give cached memory back" in found.verdict
+
+
+def test_a_margin_that_a_prediction_may_miss_by_is_said_of_the_smallest_card() -> None:
+    need = oomph.plan(RUN, card(10**5)).memory.total_mib
+    tight, roomy = (msgspec.structs.replace(card(10**5), usable_mib=int(need) + more) for more in (20, 5000))
+    found = which_cards(RUN, cards=[tight])
+    assert "MiB that a prediction may miss by" in found.verdict
+    assert found.to_dict()["cards"][0]["high_mib"] > tight.usable_mib
+    assert "miss" not in which_cards(RUN, cards=[roomy]).verdict
+    both = which_cards(RUN, cards=[tight, roomy])
+    assert [row[4].endswith("*") for row in card_rows(both, every=True)] == [True, False]
+    assert "less than the prediction may miss" in cards_to_markdown(both)

@@ -140,7 +140,23 @@ def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
             ["--gpu", "40700", "--write", "x.json", "--batch_size=0", "--foo=1", "--option", "2"],
             ["40700", "x.json", "batch_size", "--foo"],
         ),
-        (["--gpu", "40700", "--foo=1", "--tokens", "many"], ["--foo", "tokens"]),
+        (["--gpu", "40700", "--foo=1", "--tokens", "many"], ["40700", "--foo", "tokens"]),
+        (
+            [
+                "--gpu",
+                "40700",
+                "--write",
+                "x.json",
+                "--batch_size=0",
+                "--tokens",
+                "many",
+                "--hours",
+                "-3",
+                "--option",
+                "0",
+            ],
+            ["40700", "x.json", "batch_size", "--tokens", "--hours", "--option"],
+        ),
         (["--gpu", "40700", "--tokens", "1e30"], ["40700", "tokens"]),
     ],
 )
@@ -148,6 +164,33 @@ def test_everything_that_is_wrong_is_told_at_once(arguments: list[str], told: li
     with pytest.raises(InputError) as caught:
         command.run([*SMALL, *arguments])
     assert all(any(each in str(problem) for problem in caught.value.problems) for each in told)
+
+
+def test_a_number_of_a_card_that_is_wrong_is_told_once() -> None:
+    with pytest.raises(InputError) as caught:
+        command.run([*SMALL, "--gpu_mib", "lots"])
+    assert len(caught.value.problems) == 1
+
+
+def test_the_line_about_the_file_says_that_it_is_another_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    card = ["--gpu_mib=900", "--gpu_tflops=9", "--gpu_gbs=200"]
+    code, _, told = run(capsys, *SMALL, "--n_embd=2048", *card, "--write", str(tmp_path / "best.py"))
+    assert code == 1
+    assert "another training than you asked for" in told
+    assert "a smaller model" in told
+
+
+def test_the_line_about_the_file_names_the_values_that_no_longer_follow(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "run.py"
+    source.write_text("max_iters = 1000\nwarmup_iters = max_iters // 10\n")
+    target = tmp_path / "new.py"
+    _, _, told = run(capsys, str(source), *SMALL, "--gpu", "4070", "--tokens", "100M", "--write", str(target))
+    assert "warmup_iters = 100" in told
+    assert oomph.plan(target, "RTX 4070").config.warmup_iters == 100
 
 
 @pytest.mark.parametrize("columns", [80, 100, 120])

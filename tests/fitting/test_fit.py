@@ -13,6 +13,7 @@ from oomph.fitting import Fit, Option, fit
 from oomph.fitting.answer import WORTH_A_CHANGE
 from oomph.fitting.cards import which_cards
 from oomph.fitting.result import KINDS
+from oomph.fitting.rows import different_rows
 from oomph.fitting.space import ladders, programs
 from oomph.step import gpt
 
@@ -146,7 +147,35 @@ def test_nothing_fits_is_a_clear_no_with_the_gap_and_the_nearest_that_would(
     assert nearest is not None
     assert nearest.fits
     assert any("the nearest that fits" in sentence for sentence in found.why)
-    assert any("smallest card" in sentence for sentence in found.why)
+    assert any("smallest card for the same training is, at its leanest" in sentence for sentence in found.why)
+    thin = nearest.plan.memory.high_mib > (nearest.plan.memory.capacity_mib or 0)
+    assert thin == any("within what a prediction may miss" in sentence for sentence in found.why)
+
+
+def test_what_compile_saves_is_said_of_the_batch_that_was_asked_for(run_d: Fit) -> None:
+    assert any("switching compile off does not save memory at 16 × 32" in sentence for sentence in run_d.why)
+
+
+def test_bits_of_a_format_are_told_from_bits_of_a_number(run_d: Fit) -> None:
+    coarse = next(option for option in run_d.options if option.name == "bfloat16 throughout")
+    assert "8 significant bits" in coarse.effect
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "share"), [(3, "a smaller batch", "1/3 of the tokens"), (4, "half the batch", "half the tokens")]
+)
+def test_an_odd_micro_batch_is_not_said_to_be_halved(size: int, name: str, share: str) -> None:
+    found = programs(configs.as_loaded(SMALL_RUN | {"batch_size": size}), find("RTX 4070"))
+    smaller = next(different_rows(found["nanogpt"]))
+    assert (smaller.name, smaller.changes) == (name, {"batch_size": size // 2})
+    assert share in smaller.effect
+
+
+def test_the_verdict_on_a_late_run_says_its_hours_once() -> None:
+    small = devices.custom("small", mib=2500, tflops=20.0, gbs=300.0, watts=None)
+    late = fit(SMALL_RUN, small, hours=1)
+    assert late.verdict.startswith("Too slow: nanoGPT lacks")
+    assert late.verdict.count(f"{late.chosen.hours if late.chosen else 0:,.1f} h") == 1
 
 
 def test_reserved_memory_is_kept_free(run_d: Fit) -> None:

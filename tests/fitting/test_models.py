@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 import oomph
 from oomph import config as configs
 from oomph import devices
-from oomph.fitting import fit, shapes
+from oomph.fitting import Fit, fit, shapes
 from oomph.fitting.largest import Limits, Sizer
 from oomph.fitting.search import Searcher
 from oomph.fitting.shapes import Shape
@@ -20,6 +22,12 @@ HISTORY = {
     "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 16,
     "gradient_accumulation_steps": 32, "max_iters": 20000,
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grown() -> Fit:
+    """The largest models in place of the 12 layers."""
+    return fit(HISTORY, "RTX 4070", largest=True)
 
 
 def test_the_gpt_2_family_lies_on_the_line_of_usual_depths() -> None:
@@ -125,6 +133,63 @@ def test_keys_that_were_said_are_kept_in_a_proposal() -> None:
     assert (config.block_size, config.learning_rate, config.bias) == (512, 1e-3, True)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"batch_size": 8},
+        {"gradient_accumulation_steps": 40},
+        {"batch_size": 8, "gradient_accumulation_steps": 4},
+        {"batch_size": 6, "world_size": 4},
+        {"compile": False, "expandable_segments": True},
+    ],
+)
+def test_a_proposal_keeps_the_batch_that_was_given_and_has_the_tokens_asked_for(given: dict[str, int]) -> None:
+    found = fit(given, "RTX 4070", tokens=1e9)
+    assert found.chosen is not None
+    config, data = found.chosen.plan.config, found.chosen.plan.data
+    assert {key: getattr(config, key) for key in given} == given
+    assert 1e9 <= data.total_tokens < 1e9 + data.tokens_per_step
+    assert data.tokens_per_step <= shapes.BATCH_TOKENS
+    assert data.tokens_per_param >= 20
+    assert config.lr_decay_iters == config.max_iters
+    assert any("1.000 B, as asked" in sentence for sentence in found.why)
+
+
+def test_tokens_that_whole_steps_cannot_keep_are_not_said_to_be_as_asked() -> None:
+    found = fit({"batch_size": 64, "gradient_accumulation_steps": 5000}, "H100 SXM5 80GB", tokens=1e9)
+    assert found.chosen is not None
+    assert any("1.311 B, the 1.000 B asked for in whole steps" in sentence for sentence in found.why)
+
+
+def test_the_steps_that_were_given_make_the_length_of_a_proposal() -> None:
+    found = fit({"max_iters": 1000}, "RTX 4070", hours=20)
+    assert found.chosen is not None
+    config, data = found.chosen.plan.config, found.chosen.plan.data
+    assert (config.max_iters, config.lr_decay_iters, config.warmup_iters) == (1000, 1000, 50)
+    assert 20 <= data.tokens_per_param < 25
+    assert any("max_iters = 1000 as given" in sentence for sentence in found.why)
+
+
+def test_a_learning_rate_that_was_given_is_said_to_be_and_ends_at_its_tenth() -> None:
+    found = fit({"learning_rate": 1e-3}, "RTX 4070", tokens=1e9)
+    assert found.chosen is not None
+    assert found.chosen.plan.config.min_lr == 1e-4
+    assert any("learning rate: 0.001 as given" in sentence for sentence in found.why)
+
+
+def test_a_given_batch_that_nothing_fits_with_is_named_in_the_cure() -> None:
+    found = fit({"batch_size": 700}, "RTX 4070", tokens=1e9)
+    assert "does not fit" in found.verdict
+    assert "a smaller batch_size" in found.why[0]
+
+
+@pytest.mark.parametrize("steps", ["--max_iters=1000", "given"])
+def test_a_length_given_in_tokens_and_in_steps_is_refused(steps: str) -> None:
+    loaded = configs.load([], [("max_iters", "1000", steps)]) if steps != "given" else {"max_iters": 1000}
+    with pytest.raises(oomph.InputError, match="max_iters: gives the run's length, and so do tokens"):
+        fit(loaded, "RTX 4070", tokens=1e9)
+
+
 def test_an_hour_that_is_too_short_for_anything_is_a_no() -> None:
     found = fit(None, "RTX 4070", tokens=1e12, hours=0.5)
     assert found.best is None
@@ -153,9 +218,33 @@ def test_a_card_too_small_for_any_model_is_told_by_its_memory() -> None:
     assert "does not fit" in fit(None, tiny, hours=5).verdict
 
 
-def test_one_command_answers_which_widths_of_12_layers_run_at_16_by_1024_on_12_gb() -> None:
-    found = fit(HISTORY, "RTX 4070", largest=True)
-    widest = next(option for option in found.options if option.name == "the widest of 12 layers at 16 × 32 as asked")
+def test_the_largest_model_is_looked_for_not_compiled_and_with_expandable_segments_too(grown: Fit) -> None:
+    free = [option.plan for option in grown.options if "as asked" not in option.name]
+    assert [(plan.config.n_layer, plan.config.n_embd) for plan in free] == [(27, 1216), (12, 1792), (71, 768)]
+    assert not free[1].config.compile
+    assert all(plan.config.expandable_segments for plan in free)
+    assert grown.verdict.endswith(", with expandable_segments = True")
+    assert "1 × 512, not compiled, expandable segments" in fit_to_markdown(summarise_fit(grown))
+
+
+def test_no_setting_that_keeps_the_training_lets_a_wider_model_pass() -> None:
+    small = devices.custom("small", mib=1500, tflops=5.0, gbs=100.0, watts=None)
+    config = {"n_layer": 2, "block_size": 256, "vocab_size": 4096, "max_iters": 1000}
+    sequences = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    loaded = configs.as_loaded(config | sequences)
+    sizer = Sizer(loaded, Searcher(small), Limits(None, None), proposing=False, tell=lambda _: None)
+    widest = sizer.last([Shape(2, 64 * heads) for heads in range(1, 40)])
+    assert widest is not None
+    wider = (Shape(2, widest.n_embd + 64 * more).changes() for more in (1, 2, 3))
+    for shape, size, compiled, segments in itertools.product(wider, (1, 2, 4, 8), (True, False), (True, False)):
+        setting = {"batch_size": size, "gradient_accumulation_steps": 8 // size}
+        setting |= {"compile": compiled, "expandable_segments": segments}
+        memory = oomph.plan(config | shape | setting, small).memory
+        assert not memory.fits or memory.retries
+
+
+def test_one_command_answers_which_widths_of_12_layers_run_at_16_by_1024_on_12_gb(grown: Fit) -> None:
+    widest = next(option for option in grown.options if option.name == "the widest of 12 layers at 16 × 32 as asked")
     assert (widest.plan.config.n_layer, widest.plan.config.batch_size) == (12, 16)
     for width, heads in ((384, 6), (504, 12), (512, 8), (576, 9), (704, 11), (768, 12)):
         tried = oomph.plan(HISTORY | {"n_embd": width, "n_head": heads}, "RTX 4070").memory

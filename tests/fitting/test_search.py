@@ -220,6 +220,28 @@ def test_the_leanest_setting_may_be_a_lone_micro_step_that_holds_no_second_gradi
     assert leanest.memory.total_mib <= 1.02 * min(every)
 
 
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("nanogpt", {"n_head": 3, "n_embd": 288, "block_size": 256, "vocab_size": 65, "batch_size": 1}),
+        (
+            "oomph",
+            {"n_head": 4, "n_embd": 384, "block_size": 64, "vocab_size": 50304, "attention": "math",
+             "tie_weights": False, "batch_size": 8, "gradient_accumulation_steps": 1},
+        ),
+    ],
+)  # fmt: skip
+def test_the_leanest_setting_is_found_where_fragmentation_turns_the_order(key: str, changes: dict[str, object]) -> None:
+    device = card(10**6)
+    program = programs(configs.as_loaded(SMALL | {"dropout": 0.1} | changes), device)[key]
+    searcher = Searcher(device)
+    leanest = searcher.roomiest(program.loaded, ladders(program))
+    assert leanest is not None
+    sizes = (1, leanest.config.batch_size)
+    every = [searcher.simulate(program.loaded, each) for each in candidates(program) if each.batch_size in sizes]
+    assert leanest.memory.total_mib <= 1.02 * min(plan.memory.total_mib for plan in every)
+
+
 def test_a_micro_batch_beyond_any_card_is_planned_and_not_proposed() -> None:
     huge = SMALL | {"n_layer": 1, "vocab_size": 50304, "batch_size": 10_000_000, "expandable_segments": True}
     plan = oomph.plan(huge, card(1000))

@@ -132,6 +132,49 @@ def test_a_key_set_in_a_branch_is_set_again_at_the_end(tmp_path: Path) -> None:
     assert oomph.plan(tmp_path / "new.py", "RTX 4070").config == option.plan.config
 
 
+def halved_to(source: Path, target: Path) -> tuple[str, ...]:
+    """Write half of the file's micro-batch there; the keys that it says were held."""
+    found = fit(source, "RTX 4070")
+    option = next(each for each in found.options if each.name == "half the micro-batch")
+    held = write_config(target, found, option)
+    assert oomph.plan(target, "RTX 4070").config == option.plan.config
+    return held
+
+
+MODEL = "n_embd = 256\nn_head = 4\nn_layer = 2\n"
+
+
+def test_a_variable_of_the_files_own_is_changed_where_it_is_set(tmp_path: Path) -> None:
+    source, target = tmp_path / "run.py", tmp_path / "new.py"
+    source.write_text(f"{MODEL}bs = 32  # mine\nbatch_size = bs\ngradient_accumulation_steps = 64 // bs\n")
+    assert halved_to(source, target) == ()
+    assert target.read_text() == source.read_text().replace("bs = 32", "bs = 16")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "bs = 16\nbatch_size = bs * 2\ngradient_accumulation_steps = 2\n",
+        "bs = 2\nbs = 32\nbatch_size = bs\ngradient_accumulation_steps = 64 // bs\n",
+        "n = 2\nbatch_size = n\ngradient_accumulation_steps = n\n",
+        "batch_size = 4\nif True:\n    batch_size = 32\ngradient_accumulation_steps = 2\n",
+        "batch_size = 4\nbatch_size, gradient_accumulation_steps = 32, 2\n",
+    ],
+)
+def test_a_value_with_no_plain_place_of_its_own_is_set_at_the_end(tmp_path: Path, lines: str) -> None:
+    source, target = tmp_path / "run.py", tmp_path / "new.py"
+    source.write_text(MODEL + lines)
+    halved_to(source, target)
+    assert "\nbatch_size = " in target.read_text().partition("# Set by oomph fit:")[2]
+
+
+def test_a_key_that_was_worked_out_from_a_changed_one_is_held_and_named(tmp_path: Path) -> None:
+    source, target = tmp_path / "run.py", tmp_path / "new.py"
+    source.write_text(f"{MODEL}batch_size = 32\ngradient_accumulation_steps = 2\neval_iters = batch_size * 10\n")
+    assert halved_to(source, target) == ("eval_iters",)
+    assert "eval_iters = 320\n" in target.read_text()
+
+
 def test_a_proposal_is_written_with_its_reasons(tmp_path: Path) -> None:
     found = fit({"dataset_tokens": 10**9}, "RTX 4070", hours=3)
     assert found.chosen is not None
@@ -159,6 +202,13 @@ def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(run_d: Fit
         ("# 32 accumulation * 16 batch = 512", "# 64 accumulation * 8 batch = 512"),
         ("# 16 * 32 = 500, roughly", "# 16 * 32 = 500, roughly"),
         ("# 3 * 7 = 21", "# 3 * 7 = 21"),
+        ("# that is 16 * 32 * 1024 = 0.5M tokens", "# that is 8 * 64 * 1024 = 0.5M tokens"),
+        ("# 16 * 32 * 1024 = ~512K tokens", "# 8 * 64 * 1024 = ~512K tokens"),
+        ("# 16 * 32 * 1024 ≈ 0.52 million", "# 8 * 64 * 1024 ≈ 0.52 million"),
+        ("# 16 * 32 * 1024 = 0.4M tokens", "# 16 * 32 * 1024 = 0.4M tokens"),
+        ("# 16 * 32 * 1024 = 0.5", "# 16 * 32 * 1024 = 0.5"),
+        ("# 0 * 16 = 0M", "# 0 * 16 = 0M"),
+        (f"# 16 * {10**400} = 16M", f"# 16 * {10**400} = 16M"),
         ("# see page 16", "# see page 16"),
     ],
 )
@@ -168,6 +218,7 @@ def test_a_comment_that_states_the_old_product_states_the_new_one(comment: str, 
 
 def test_a_product_that_becomes_another_number_gets_it() -> None:
     assert comments.correct("# 16 * 32 * 1024 = 524_288", OLD, OLD | {"batch_size": 8}) == "# 8 * 32 * 1024 = 262_144"
+    assert comments.correct("# 16 * 32 * 1024 = 0.5M", OLD, OLD | {"batch_size": 8}) == "# 8 * 32 * 1024 = 0.26M"
 
 
 @given(st.text(max_size=200))

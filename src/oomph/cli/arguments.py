@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from oomph.config import KEYS, Override
 from oomph.errors import InputError, Problem, nearest
@@ -21,9 +21,23 @@ class VerbParser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self._problems: list[Problem] | None = None  # where a value that is wrong is noted, not raised
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(Problem(self.prog, message, allowed=f"what {self.prog} --help lists"))
+        raise InputError(self._problem(message))
+
+    def _problem(self, message: str) -> Problem:
+        return Problem(self.prog, message, allowed=f"what {self.prog} --help lists")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """argparse's own, which ends at the first wrong value; with `problems`, the option is then as if not given."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if self._problems is None:
+                raise
+            self._problems.append(self._problem(str(error)))
+            return action.default
 
     def options(self) -> set[str]:
         """The names this verb takes for itself, without dashes."""
@@ -34,13 +48,14 @@ class VerbParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[Override]]:
         """The verb's own options, and the config keys among the arguments.
 
-        Unknown names are added to `problems`, for a caller who has more to find; else they are raised.
+        Unknown names and wrong values are added to `problems`, for a caller who has more to find; else they are raised.
         """
         rest, overrides, found = split_keys(argv, self.options())
         if found and problems is None:
             raise InputError(found)
         if problems is not None:
             problems.extend(found)
+        self._problems = problems
         return self.parse_intermixed_args(rest), overrides  # `a.toml --resume b.toml`: files before and after options
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from oomph import config as configs
 from oomph.cli.arguments import VerbParser
 from oomph.cli.output import Line, emit, emit_json, gather
-from oomph.cli.plan import add_device, add_source, device_from, keys_help, positive
+from oomph.cli.plan import add_device, add_source, gather_device, keys_help, positive
 from oomph.config import LoadedConfig
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
@@ -70,7 +70,7 @@ def _asked(parser: VerbParser, argv: list[str]) -> tuple[argparse.Namespace, Loa
     loaded = gather(problems, lambda: configs.load(options.sources, overrides))
     device = None
     if options.gpu != EVERY_CARD:
-        device = gather(problems, lambda: device_from(options, loaded or configs.as_loaded(None)))
+        device = gather_device(problems, options, loaded)
     if loaded is not None:
         gather(problems, lambda: check_tokens(loaded, options.tokens))
     problems += _problems(options)
@@ -141,9 +141,17 @@ def _write(options: argparse.Namespace, found: Fit, chosen: Option | None) -> No
         return
     from oomph.fitting.write import write_config
 
-    write_config(Path(options.write), found, chosen)
-    warning = "" if chosen.fits else ", which does not fit"
-    print(f"wrote {options.write}: option {found.options.index(chosen) + 1}{warning}", file=sys.stderr)
+    held = write_config(Path(options.write), found, chosen)
+    told = f"option {found.options.index(chosen) + 1}"
+    if not chosen.fits:
+        told += ", which does not fit"
+    if chosen.kind != "same" and not found.seeks_a_model:
+        which = "another training than" if chosen.kind == "different" else "nearly, not quite, the training that"
+        told += f"; it is {which} you asked for, {chosen.name}: {chosen.effect}"
+    if held:
+        values = ", ".join(f"{key} = {getattr(chosen.plan.config, key)}" for key in held)
+        told += f"; as before, though worked out from what has changed: {values}"
+    print(f"wrote {options.write}: {told}", file=sys.stderr)
 
 
 def _parser() -> VerbParser:
@@ -160,12 +168,19 @@ def _parser() -> VerbParser:
         "--largest", action="store_true", help="the largest model instead, with the config's batch and tokens"
     )
     parser.add_argument("--write", metavar="FILE", help="write the best option there, as a .py or .toml config")
-    parser.add_argument("--option", type=int, metavar="N", help="with --write: that option instead of the best")
+    parser.add_argument("--option", type=place, metavar="N", help="with --write: that option instead of the best")
     parser.add_argument("--overwrite", action="store_true", help="with --write: replace a file that is there")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="every option as JSON")
     output.add_argument("--markdown", action="store_true", help="the report as Markdown")
     return parser
+
+
+def place(text: str) -> int:
+    """An option's number, as the table counts them."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
+    return int(text)
 
 
 def amount(text: str) -> float:

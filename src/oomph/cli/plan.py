@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     problems: list[Problem] = []
     options, overrides = parser.parse(argv, problems)
     loaded = gather(problems, lambda: configs.load(options.sources, overrides))
-    device = gather(problems, lambda: device_from(options, loaded or configs.load()))
+    device = gather_device(problems, options, loaded)
     if problems or loaded is None or device is None:
         raise InputError(problems)
     make = _planner(options, device)
@@ -96,6 +96,13 @@ def _write_snapshot(path: str, asked: Plan) -> None:
         room = f"{asked.device.name} has {memory.capacity_mib:,.0f} MiB for a process"
         then = "an out-of-memory error ends the run" if memory.fits is False else "cached memory is given back"
         print(f"it shows a card with room for everything; {room}, and there {then}", file=sys.stderr)
+
+
+def gather_device(problems: list[Problem], options: argparse.Namespace, loaded: LoadedConfig | None) -> Device | None:
+    """The device, or None with its problems added to the others; of a number that was wrong already no more is said."""
+    if any(problem.what.startswith("argument --gpu_") for problem in problems):
+        return None
+    return gather(problems, lambda: device_from(options, loaded or configs.as_loaded(None)))
 
 
 def device_from(options: argparse.Namespace, loaded: LoadedConfig) -> Device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from oomph import config as configs
@@ -17,8 +17,8 @@ from oomph.fitting.nearest import nearest_rows
 from oomph.fitting.propose import grow, propose
 from oomph.fitting.result import KINDS, Fit, Kind, Option, Value
 from oomph.fitting.rows import Row
-from oomph.fitting.search import Searcher, is_safe
-from oomph.fitting.space import Program, changes_between, ladders, programs, variant, with_changes
+from oomph.fitting.search import Searcher, is_evaluating, is_late, is_safe
+from oomph.fitting.space import Program, asked_of, changes_between, ladders, programs, variant, with_changes
 from oomph.planner import Plan, choose_device, tokens_per_step
 
 NEARLY_AS_FAST = 0.05  # the safest option gives up at most this share of the best one's speed
@@ -59,10 +59,20 @@ def names_a_model(loaded: LoadedConfig) -> bool:
 
 
 def check_tokens(loaded: LoadedConfig, tokens: float | None) -> None:
-    """Refuse a run of more steps than a config may have."""
+    """Refuse a run of more steps than a config may have, and one whose length is given twice. A config's own length
+    gives way to the tokens."""
+    if tokens is None:
+        return
     most = MANY_STEPS * tokens_per_step(loaded.config)
-    if tokens is not None and not 0 < tokens <= most:
-        raise InputError(Problem("tokens", "is out of range", found=f"{tokens:g}", allowed=f"up to {most:.3g}"))
+    problems = []
+    if not 0 < tokens <= most:
+        problems.append(Problem("tokens", "is out of range", found=f"{tokens:g}", allowed=f"up to {most:.3g}"))
+    where = loaded.sources["max_iters"]
+    if where.startswith("--") or (loaded.said("max_iters") and not names_a_model(loaded)):
+        found = f"tokens = {tokens:g} and max_iters = {loaded.config.max_iters}"
+        problems.append(Problem("max_iters", "gives the run's length, and so do tokens", found, "one of the two"))
+    if problems:
+        raise InputError(problems)
 
 
 def with_tokens(loaded: LoadedConfig, tokens: float | None) -> LoadedConfig:
@@ -148,14 +158,14 @@ class _Fitting:
         self.evaluated += settings
         self.tell(f"{settings:,} settings of {program.key}")
         fastest = self.searcher.fastest(program.loaded, every)
-        if fastest is None and program.key == "patched" != self.asked:
-            return False
         if fastest is None:
-            leanest = self.searcher.roomiest(program.loaded, every)
+            wanted = program.key in with_a_leanest(self.programs, self.asked)
+            leanest = self.searcher.roomiest(program.loaded, every) if wanted else None
             if leanest is not None:
                 self._keep("the leanest setting", leanest, "same", rows.SAME)
             return False
         self._keep("the fastest that fits", fastest, "same", rows.SAME)
+        self._keep("in time", self.searcher.in_time(program.loaded, every, fastest, self.hours), "same", rows.SAME)
         return True
 
     def search_nearly(self, row: Row) -> None:
@@ -178,6 +188,9 @@ class _Fitting:
             return
         chosen = options[best]
         own = self._program_behind(chosen)
+        if is_evaluating(chosen.plan):
+            soonest = self.searcher.soonest(own.loaded, ladders(own), chosen.plan)
+            self._keep("the fewest hours", soonest, chosen.kind, chosen.effect)
         if chosen.plan.time is not None:
             slowest_s = chosen.plan.time.step_ms / 1e3 * (1 + NEARLY_AS_FAST)
             roomiest = self.searcher.roomiest(own.loaded, ladders(own), slowest_s)
@@ -213,7 +226,7 @@ class _Fitting:
             return None
         same = [index for index in fitting if options[index].kind == "same"]  # late, it is still what was asked for
         late = same or fitting
-        in_time = [index for index in late if self._in_time(options[index])] or late
+        in_time = [index for index in late if not is_late(options[index].plan, self.hours)] or late
         preferred = [self.asked, *(key for key in ("nanogpt", "patched", "oomph") if key != self.asked)]
         places = {key: place for place, key in enumerate(preferred)}
 
@@ -230,9 +243,6 @@ class _Fitting:
             sooner = (options[best].hours or 0.0) < (options[unchanged].hours or 0.0)  # evaluations take a larger batch
             return best if gain > WORTH_A_CHANGE and sooner else unchanged
         return best
-
-    def _in_time(self, option: Option) -> bool:
-        return self.hours is None or (option.hours is not None and option.hours <= self.hours)
 
     def _safest(self, options: list[Option], best: int | None) -> int | None:
         """Of those of the best one's program and kind that fit even where the prediction misses: the most room among
@@ -263,10 +273,10 @@ def _training(option: Option) -> tuple[str, ...]:
     return option.kind, program_of(option), *(str(getattr(config, name)) for name in rows.ARITHMETIC)
 
 
-def asked_of(found: dict[str, Program], loaded: LoadedConfig) -> str:
-    """The key of the program that was asked for: nanoGPT whose step returns no logits is the patched one."""
-    patched = loaded.config.trainer == "nanogpt" and found["nanogpt"].settled.return_logits is False
-    return "patched" if patched else loaded.config.trainer
+def with_a_leanest(found: Iterable[str], asked: str) -> list[str]:
+    """The programs of which the leanest setting is looked for where nothing fits, the one asked for first: the patched
+    one only where it was asked for, for nobody patches what does not fit even so."""
+    return [asked, *(key for key in found if key not in (asked, "patched"))]
 
 
 def _rank(option: Option) -> tuple[bool, int, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from typing import Any
 
@@ -14,10 +14,10 @@ from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device, all_devices
 from oomph.fitting import rows
-from oomph.fitting.answer import asked_of, names_a_model, with_tokens
+from oomph.fitting.answer import names_a_model, with_a_leanest, with_tokens
 from oomph.fitting.result import Value, is_patched
-from oomph.fitting.search import Searcher
-from oomph.fitting.space import COMPILE_CAPABILITY, changes_between, ladders, programs, with_changes
+from oomph.fitting.search import Searcher, is_late, is_safe
+from oomph.fitting.space import COMPILE_CAPABILITY, Program, asked_of, changes_between, ladders, programs, with_changes
 from oomph.planner import Plan
 from oomph.step import gpt
 
@@ -49,6 +49,16 @@ class CardOption(msgspec.Struct, frozen=True):
         low, high, time = self.device.usd_per_hour_low, self.device.usd_per_hour_high, self.plan.time
         return (low * time.hours, (high or low) * time.hours) if low is not None and time is not None else None
 
+    @property
+    def margin(self) -> str:
+        """Why it may not fit after all; else empty."""
+        memory = self.plan.memory
+        if memory.retries:
+            return ", and only just: it must give cached memory back, which costs time"
+        if is_safe(self.plan):
+            return ""
+        return f", with a margin of {memory.headroom_mib:,.0f} MiB that a prediction may miss by"
+
     def to_dict(self) -> dict[str, Any]:
         """The card as a JSON object."""
         config, memory, time = self.plan.config, self.plan.memory, self.plan.time
@@ -62,6 +72,7 @@ class CardOption(msgspec.Struct, frozen=True):
             "batch_size": config.batch_size,
             "gradient_accumulation_steps": config.gradient_accumulation_steps,
             "total_mib": memory.total_mib,
+            "high_mib": memory.high_mib,
             "capacity_mib": memory.capacity_mib,
             "headroom_mib": memory.headroom_mib,
             "tokens_per_s": time.tokens_per_s if time else None,
@@ -108,7 +119,7 @@ class Cards(msgspec.Struct, frozen=True):
         unchanged = next((card for card in self.fitting if card.unchanged), None)
         first = self.fitting[0]
         size = f"{first.plan.config.batch_size} × {first.plan.config.gradient_accumulation_steps}"
-        small = f"the smallest that would do{limit} is the {first.device.name}, as {size}"
+        small = f"the smallest that would do{limit} is the {first.device.name}, as {size}{first.margin}"
         if unchanged is None or unchanged is first:
             return f"{would}: {small}"
         return f"{would}: {small}; unchanged, the {unchanged.device.name}"
@@ -172,13 +183,13 @@ class _Search:
         else the first that fits at all."""
         searcher = self._before = Searcher(card, self.reserve_mib, self._before)
         now = searcher.plan(self.loaded)
-        plan = now if now.memory.fits and not now.memory.retries and self._in_time(now) else None
+        plan = now if now.memory.fits and not now.memory.retries and not is_late(now, self.hours) else None
         if plan is None and _kind_of(card) not in self._too_small:
             plan = self._searched(searcher, now)
             if plan is None:
                 self._too_small.add(_kind_of(card))
         plan = plan or now
-        return CardOption(plan, changes_between(now.config, plan.config), self._in_time(plan))
+        return CardOption(plan, changes_between(now.config, plan.config), not is_late(plan, self.hours))
 
     def _searched(self, searcher: Searcher, now: Plan) -> Plan | None:
         """In time, if that can be had; late where it cannot; None where nothing fits."""
@@ -189,10 +200,12 @@ class _Search:
         plans: list[Plan] = []
         for most_s in dict.fromkeys((limit_s, inf)):
             for program in ordered:
-                plan = searcher.fastest(program.loaded, ladders(program), at_most_s=most_s)
-                plans += [plan] if plan is not None else []
-                if plan is not None and (self._in_time(plan) or most_s == inf):
-                    return plan
+                every = list(ladders(program))
+                plan = searcher.fastest(program.loaded, every, at_most_s=most_s)
+                if plan is not None:
+                    plans.append(searcher.in_time(program.loaded, every, plan, self.hours))
+                    if most_s == inf or not is_late(plans[-1], self.hours):
+                        return plans[-1]
             # The steps alone would be in time: so may be what is not compiled, or evaluates less. Or else nothing fits
             # but what gives its cache back.
             if plans or most_s == inf:
@@ -201,11 +214,19 @@ class _Search:
                     for row in rows.same_rows(found, asked)
                 ]
                 plans = [*plans, now, *usual]
-                if in_time := [plan for plan in plans if plan.memory.fits and self._in_time(plan)]:
+                if in_time := [plan for plan in plans if plan.memory.fits and not is_late(plan, self.hours)]:
                     return in_time[0]
             if now.memory.fits:
                 return now
-        return next((plan for plan in plans if plan.memory.fits), None)
+        plans += _leanest(searcher, [found[key] for key in with_a_leanest(found, asked)])
+        fitting = [plan for plan in plans if plan.memory.fits]
+        return min(fitting, key=lambda plan: is_late(plan, self.hours), default=None)
 
-    def _in_time(self, plan: Plan) -> bool:
-        return self.hours is None or (plan.time is not None and plan.time.hours <= self.hours)
+
+def _leanest(searcher: Searcher, programs: Iterable[Program]) -> Iterator[Plan]:
+    """The leanest setting of each program whose peak is no more than the card has: it may fit by giving cache back."""
+    for program in programs:
+        every = list(ladders(program))
+        plan = searcher.roomiest(program.loaded, every) if searcher.peak_ever_fits(every) else None
+        if plan is not None:
+            yield plan

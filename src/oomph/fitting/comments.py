@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 
 FACTORS = ("batch_size", "gradient_accumulation_steps", "block_size")
 _NUMBER = re.compile(r"\d[\d,_]*")
 _TIMES = r"(?:[*×·]|(?<=[\s\d])x(?=[\s\d]))"
-_TERM = r"[^=*×·#\n]*?\d[^=*×·#\n]*?"
-_PRODUCT = re.compile(rf"({_TERM}(?:{_TIMES}{_TERM})+)(=\s*)(\d[\d,_]*\d|\d)")
+_TERM = r"[^=≈*×·#\n]*?\d[^=≈*×·#\n]*?"
+_RESULT = r"(\d+\.\d+|\d[\d,_]*\d|\d)( ?(?:[kKM]|million)\b)?"  # 524,288 or 0.5M
+_PRODUCT = re.compile(rf"({_TERM}(?:{_TIMES}{_TERM})+)([=≈]\s*~?\s*){_RESULT}")
 _WORDS = {
     "batch_size": r"batch|sequence",
     "gradient_accumulation_steps": r"accum|micro",
@@ -24,11 +26,12 @@ def correct(comment: str, old: Mapping[str, int], new: Mapping[str, int]) -> str
 
 
 def _restate(match: re.Match[str], old: Mapping[str, int], new: Mapping[str, int]) -> str:
-    terms, equals, stated = match.groups()
+    terms, equals, stated, unit = match.groups(default="")
     pieces = re.split(rf"({_TIMES})", terms)
     numbers = [_NUMBER.search(piece) for piece in pieces[::2]]
     values = [_value(number[0]) for number in numbers if number is not None]
-    if prod(values) != _value(stated):
+    result = _result_like(stated, unit, prod(values))
+    if result is None:
         return match[0]  # not a product after all
     changed = _factors(pieces[::2], values, old, new)
     if changed == values:
@@ -37,7 +40,7 @@ def _restate(match: re.Match[str], old: Mapping[str, int], new: Mapping[str, int
         if number is not None and value != values[place]:
             piece = pieces[2 * place]
             pieces[2 * place] = piece[: number.start()] + _like(number[0], value) + piece[number.end() :]
-    return "".join(pieces) + equals + _like(stated, prod(changed))
+    return "".join(pieces) + equals + result(prod(changed)) + unit
 
 
 def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: Mapping[str, int]) -> list[int]:
@@ -61,6 +64,26 @@ def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: M
             return values
         changed[place] = scaled
     return changed
+
+
+def _result_like(stated: str, unit: str, product: int) -> Callable[[int], str] | None:
+    """How to state a product as this one is stated; None where it is not the one stated. A rounded one, "0.5M", keeps
+    its digits after the point, and gets more where they would be more than 5 % off."""
+    if not unit:
+        return partial(_like, stated) if "." not in stated and _value(stated) == product else None
+    if not 0 < product < 10**18:
+        return None  # nobody's batch
+    for base in (1000, 1024):  # 524,288 is 524K to some, 512K to others
+        scale = base if unit.strip() in "kK" else base**2
+        digits = len(stated.partition(".")[2])
+        if f"{product / scale:.{digits}f}" == stated:
+            return partial(_rounded, scale, digits)
+    return None
+
+
+def _rounded(scale: int, digits: int, value: int) -> str:
+    text = f"{value / scale:.{digits}f}"
+    return text if abs(float(text) * scale / value - 1) <= 0.05 else _rounded(scale, digits + 1, value)
 
 
 def _value(text: str) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from oomph.config import TrainConfig
 from oomph.config.keys import keys
 from oomph.fitting import comments
 from oomph.fitting.result import Value
+
+if TYPE_CHECKING:
+    import ast
 
 _ENTRY = re.compile(r"""^\s*(["']?)([A-Za-z0-9_]+)\1\s*=\s*""")
 _PYTHON_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # as Python's parser counts lines: not at form feeds
@@ -15,9 +19,10 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # as its tokenizer and TOML do
 ADDED = "# Set by oomph fit:"
 
 
-def set_key(text: str, toml: bool, key: str, value: Value, trainer: str = "nanogpt") -> str:
-    """The text with the key's value changed where it stands, or the key added at the end."""
-    span = _toml_span(text, key) if toml else _python_span(text, key)
+def set_key(text: str, toml: bool, key: str, value: Value, trainer: str = "nanogpt", helpers: bool = True) -> str:
+    """The text with the key's value changed where it stands, or the key added at the end. With `helpers`, a value that
+    is a variable of the file's own ("batch_size = bs") is changed where that one is set."""
+    span = _toml_span(text, key) if toml else _python_span(text, key, helpers)
     if span is None:
         return _append(text, entry(key, value, toml, trainer))
     return _put(text, span, _written(text[span[0] : span[1]], value, toml))
@@ -64,21 +69,21 @@ def _written(old: str, value: Value, toml: bool) -> str:
     return written(value, toml)
 
 
-def _python_span(text: str, key: str) -> tuple[int, int] | None:
-    """Where the value stands that the file gives the key last, if a plain assignment at the top level gives it."""
+def _python_span(text: str, key: str, helpers: bool) -> tuple[int, int] | None:
+    """Where the value stands that the file gives the key, if a plain assignment at the top level gives it last."""
     import ast
 
-    found: ast.expr | None = None
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id == key:
-            found = None  # "batch_size *= 2": what stands before it is not the value
-        if not isinstance(node, ast.Assign | ast.AnnAssign):
-            continue
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if len(targets) == 1 and isinstance(targets[0], ast.Name) and targets[0].id == key:
-            found = node.value
+    from oomph.config.bindings import names_read, names_set
+
+    body = ast.parse(text).body
+    found, _ = _last_value(body, key)
+    if helpers and isinstance(found, ast.Name) and found.id not in keys():
+        value, times = _last_value(body, found.id)
+        found = value if times == 1 else found
     if found is None or found.end_lineno is None or found.end_col_offset is None:
         return None
+    if names_read(found) & names_set(body) - set(keys()):
+        return None  # a helper that nothing reads any more would be taken for a misspelt key
     lines = _PYTHON_LINE.findall(text)
 
     def offset(line: int, column_bytes: int) -> int:
@@ -86,6 +91,24 @@ def _python_span(text: str, key: str) -> tuple[int, int] | None:
         return sum(map(len, lines[: line - 1])) + len(ahead)
 
     return offset(found.lineno, found.col_offset), offset(found.end_lineno, found.end_col_offset)
+
+
+def _last_value(body: list[ast.stmt], name: str) -> tuple[ast.expr | None, int]:
+    """What a plain assignment sets the name to, and how many statements set it. None where another kind of statement
+    sets it last ("batch_size *= 2", an if, a tuple): what stands before it is not the value."""
+    import ast
+
+    from oomph.config.bindings import names_set
+
+    found: ast.expr | None = None
+    setting = [node for node in body if name in names_set([node])]
+    for node in setting:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        plain = len(targets) == 1 and isinstance(targets[0], ast.Name)
+        found = node.value if plain and isinstance(node, ast.Assign | ast.AnnAssign) else None
+    return found, len(setting)
 
 
 def _toml_span(text: str, key: str) -> tuple[int, int] | None:

@@ -4,24 +4,25 @@ whole run proposed from nothing but a card, a time and a number of tokens."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
 
 import msgspec
 
-from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.fitting import shapes
 from oomph.fitting.result import Option, Value
 from oomph.fitting.search import Searcher, boundary
 from oomph.fitting.shapes import Shape
-from oomph.fitting.space import Ladder, batches, changes_between, with_changes
-from oomph.planner import Plan
+from oomph.fitting.space import Ladder, Program, asked_of, batches, changes_between, programs, with_changes
+from oomph.planner import Plan, tokens_per_step
 from oomph.step.params import count_nanogpt
 
 WIDEST = 32_768  # a width no single card trains
 IN_PROPORTION = "the largest in GPT-2's proportions"
+TRIED = ("batch_size", "gradient_accumulation_steps", "compile", "expandable_segments", "checkpoint_layers")
 NEARLY_ORDERED = 3  # sizes of a ladder are in order of their cost only nearly: so many more are looked at
 
 
@@ -55,19 +56,25 @@ class Sizer:
         self._plans: dict[Shape, Plan | None] = {}
 
     def plan(self, shape: Shape) -> Plan | None:
-        """The model of that shape at the fastest setting that fits; None where none does."""
+        """The model of that shape at the fastest setting that fits, or at one that is in time; None where none does."""
         if shape not in self._plans:
             loaded = self.config(shape)
             every = self._ladders(loaded)
             self.evaluated += sum(each.settings for each in every)
             self.tell(f"{shape.n_layer:,} layers × {shape.n_embd:,}")
             fits = self.searcher.peak_ever_fits(every)
-            self._plans[shape] = self.searcher.fastest(loaded, every) if fits else None
+            plan = self.searcher.fastest(loaded, every) if fits else None
+            self._plans[shape] = plan and self.searcher.in_time(loaded, every, plan, self.limits.hours)
         return self._plans[shape]
 
     def _ladders(self, loaded: LoadedConfig) -> list[Ladder]:
-        settled = configs.settle(loaded, self.searcher.device).config
-        return [_alone(settled)] if self.as_asked else list(_settings(settled))
+        """The settings a size is tried with. In a run that is ours to propose, keys that were given stay."""
+        every = programs(loaded, self.searcher.device)
+        program = every[asked_of(every, loaded)]
+        if self.as_asked:
+            return [_alone(program.settled)]
+        given = [key for key in TRIED if self.proposing and self.loaded.said(key)]
+        return list(_settings(program, given))
 
     def config(self, shape: Shape) -> LoadedConfig:
         """The run with a model of that shape, and the schedule that suits it where the run is ours to propose."""
@@ -80,13 +87,25 @@ class Sizer:
         return with_changes(self.loaded, changes)
 
     def _run(self, shape: Shape, config: TrainConfig) -> dict[str, Value]:
+        """The batch and the schedule, with the keys that were given as they are: the steps follow from the batch."""
+        given = self.loaded.said
         tokens = self.limits.tokens or shapes.TOKENS_PER_PARAMETER * count_nanogpt(config)
-        sequences = shapes.batch_sequences(tokens, config.block_size)
-        world = config.world_size
-        sequences = -(-sequences // world) * world
-        run: dict[str, Value] = {"batch_size": 1, "gradient_accumulation_steps": sequences}
-        run |= shapes.schedule(shape, tokens, sequences, config.block_size)
-        return {key: value for key, value in run.items() if not self.loaded.said(key)}
+        sequences = shapes.batch_sequences(inf if given("max_iters") else tokens, config.block_size)
+        size, micro_steps = self._batch(sequences, config)
+        if given("max_iters"):
+            tokens = config.max_iters * size * micro_steps * config.block_size
+        rate = config.learning_rate if given("learning_rate") else shapes.learning_rate(shape)
+        run: dict[str, Value] = {"batch_size": size, "gradient_accumulation_steps": micro_steps}
+        run |= shapes.schedule(rate, tokens, size * micro_steps, config.block_size)
+        return {key: value for key, value in run.items() if not given(key)}
+
+    def _batch(self, sequences: int, config: TrainConfig) -> tuple[int, int]:
+        """The micro-batch and its steps that come nearest to so many sequences from below; what was given stays."""
+        micro_steps = config.gradient_accumulation_steps
+        size = config.batch_size if self.loaded.said("batch_size") else 1
+        if not self.loaded.said("gradient_accumulation_steps"):
+            return size, max(1, sequences // (size * config.world_size)) * config.world_size
+        return (size if self.loaded.said("batch_size") else max(1, sequences // micro_steps)), micro_steps
 
     def will_do(self, shape: Shape) -> bool:
         """Whether the model fits and is trained in time, and, proposed, has the tokens a model of its size wants."""
@@ -99,9 +118,10 @@ class Sizer:
 
     def _could(self, shape: Shape) -> bool:
         """False where the tokens are too few for such a model, or its weights, gradients and Adam's state too many."""
-        if self.proposing and self.limits.tokens is not None:
-            wanted = shapes.TOKENS_PER_PARAMETER * count_nanogpt(self.config(shape).config)
-            if wanted > self.limits.tokens:
+        if self.proposing:
+            config = self.config(shape).config
+            tokens = self.limits.tokens or config.max_iters * tokens_per_step(config)
+            if shapes.TOKENS_PER_PARAMETER * count_nanogpt(config) > tokens:
                 return False
         return 16 * shape.block_parameters <= self.searcher.room_bytes or self.loaded.config.optimizer != "adamw"
 
@@ -141,12 +161,20 @@ def _alone(config: TrainConfig) -> Ladder:
     return Ladder(config, (config.checkpoint_layers,), (config.expandable_segments,))
 
 
-def _settings(base: TrainConfig) -> Iterator[Ladder]:
-    """The settings a size is tried with: every micro-batch; for oomph also all blocks checkpointed."""
-    counts = {base.checkpoint_layers, base.n_layer} if base.trainer == "oomph" else {base.checkpoint_layers}
-    for size, micro_steps in batches(base):
-        config = msgspec.structs.replace(base, batch_size=size, gradient_accumulation_steps=micro_steps)
-        yield Ladder(config, tuple(sorted(counts)), (base.expandable_segments,))
+def _settings(program: Program, given: Container[str]) -> Iterator[Ladder]:
+    """Every micro-batch, compiled and not, each kind of segments; for oomph also all blocks checkpointed. Keys that
+    are given stay as they are."""
+    base = program.settled
+    counts = {base.checkpoint_layers}
+    if base.trainer == "oomph" and "checkpoint_layers" not in given:
+        counts.add(base.n_layer)
+    fixed = "batch_size" in given or "gradient_accumulation_steps" in given  # the sequences to a step are, already
+    sizes = [(base.batch_size, base.gradient_accumulation_steps)] if fixed else batches(base)
+    segments = (base.expandable_segments,) if "expandable_segments" in given else program.expandable_segments
+    compiling = (base.compile,) if "compile" in given else program.compile
+    for (size, micro_steps), compiled in product(sizes, compiling):
+        batch = {"batch_size": size, "gradient_accumulation_steps": micro_steps}
+        yield Ladder(msgspec.structs.replace(base, **batch, compile=compiled), tuple(sorted(counts)), segments)
 
 
 def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[Shape, Plan] | None]]:

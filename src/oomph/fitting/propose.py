@@ -12,10 +12,11 @@ from oomph.fitting.largest import IN_PROPORTION, Limits, Sizer, as_option, growi
 from oomph.fitting.result import Fit, Option
 from oomph.fitting.search import Searcher, is_safe
 from oomph.fitting.shapes import Shape
-from oomph.fitting.verdict import name_of
+from oomph.fitting.verdict import name_of, setting
 from oomph.planner import PROGRAMS, Plan
 from oomph.units import count
 
+MAKES_ROOM = ("compile", "expandable_segments", "checkpoint_layers")  # keys that a size is tried with, beside the batch
 NEIGHBOURS = 2  # sizes shown on either side of the proposed one
 
 
@@ -34,7 +35,8 @@ def grow(loaded: LoadedConfig, searcher: Searcher, hours: float | None, tell: Ca
     if not options:
         verdict = f"No: no model of heads of 64 fits {now.device.name}{limit} with this batch and these tokens"
     else:
-        verdict = f"{_superlative(options[0])} that fits {now.device.name}{limit}: {describe(options[0].plan)}"
+        first = options[0]
+        verdict = f"{_superlative(first)} that fits {now.device.name}{limit}: {describe(first.plan)}{_with(first)}"
     return Fit(
         loaded=loaded,
         now=now,
@@ -67,7 +69,7 @@ def propose(
     now = chosen or smallest or searcher.plan(sizer.config(ladder[0]))
     base = searcher.plan(loaded)
     options = [
-        _proposal(as_option(_size(shape), plan, base, _advice(shape, plan)), shape == best, hours, tokens)
+        _proposal(as_option(_size(shape), plan, base, _advice(shape, plan)), shape == best, hours)
         for shape, plan in plans
         if plan is not None
     ]
@@ -79,8 +81,8 @@ def propose(
         best=0 if chosen is not None else None,
         safest=0 if chosen is not None and is_safe(chosen) else None,
         evaluated=sizer.evaluated,
-        verdict=f"Train {describe(chosen)}" if chosen is not None else _refusal(now, sizer.limits),
-        why=tuple(_why_proposed(chosen, best, tokens, hours)) if chosen is not None else _cure(now, sizer.limits),
+        verdict=f"Train {describe(chosen)}{_with(options[0])}" if chosen is not None else _refusal(now, sizer.limits),
+        why=tuple(_why_proposed(chosen, loaded, sizer.limits)) if chosen is not None else _cure(now, sizer.limits),
         hours_limit=hours,
         seeks_a_model=True,
         proposed=True,
@@ -94,6 +96,12 @@ def describe(plan: Plan) -> str:
     batch = f"{config.batch_size} × {config.gradient_accumulation_steps} sequences"
     hours = f", {plan.time.hours:,.1f} h" if plan.time else ""
     return f"{model}, as {batch} in {plan.memory.total_mib:,.0f} MiB{hours}"
+
+
+def _with(option: Option) -> str:
+    """What beside the batch is set for the model."""
+    changes = {key: value for key, value in option.changes.items() if key in MAKES_ROOM}
+    return f", with {setting(changes)}" if changes else ""
 
 
 def layers(number: int) -> str:
@@ -129,12 +137,12 @@ def _near(ladder: list[Shape], place: int) -> list[Shape]:
     return sizes
 
 
-def _proposal(option: Option, chosen: bool, hours: float | None, tokens: float | None) -> Option:
+def _proposal(option: Option, chosen: bool, hours: float | None) -> Option:
     if chosen:
         reason = "proposed"
     elif hours is not None and (option.hours or 0.0) > hours:
         reason = f"takes longer than {hours:g} h"
-    elif tokens is not None and option.plan.data.tokens_per_param < shapes.TOKENS_PER_PARAMETER:
+    elif option.plan.data.tokens_per_param < shapes.TOKENS_PER_PARAMETER:
         reason = "too large for the tokens"
     else:
         reason = "smaller: it learns less from the same tokens"
@@ -161,8 +169,9 @@ def _refusal(smallest: Plan, limits: Limits) -> str:
     size = f"{layers(smallest.config.n_layer)} × {smallest.config.n_embd}"
     if _too_few_tokens(smallest, limits):
         wanted = shapes.TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
+        tokens = limits.tokens or smallest.data.total_tokens
         return (
-            f"No: {count(limits.tokens or 0)} {'token is' if limits.tokens == 1 else 'tokens are'} too few: the "
+            f"No: {count(tokens)} {'token is' if tokens == 1 else 'tokens are'} too few: the "
             f"smallest that is proposed, {size} with {count(smallest.model.params_nanogpt)} parameters, wants "
             f"{count(wanted)}, 20 a parameter"
         )
@@ -176,9 +185,10 @@ def _refusal(smallest: Plan, limits: Limits) -> str:
 def _cure(smallest: Plan, limits: Limits) -> tuple[str]:
     """What would have to change."""
     if _too_few_tokens(smallest, limits):
-        return ("give it more tokens, or name the model with a config or --n_layer and --n_embd",)
+        return ("give it more tokens or steps, or name the model with a config or --n_layer and --n_embd",)
     if not smallest.memory.fits:
-        return ("give it a shorter block_size or a larger card",)
+        batch = "a smaller batch_size, " if smallest.config.batch_size > 1 else ""  # which only who gave it has
+        return (f"give it {batch}a shorter block_size or a larger card",)
     if smallest.time is None:
         return ("give the card's --gpu_tflops and --gpu_gbs",)
     return ("give it more hours, fewer tokens or a faster card",)
@@ -186,7 +196,7 @@ def _cure(smallest: Plan, limits: Limits) -> tuple[str]:
 
 def _too_few_tokens(smallest: Plan, limits: Limits) -> bool:
     wanted = shapes.TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
-    return limits.tokens is not None and limits.tokens < wanted
+    return (limits.tokens or smallest.data.total_tokens) < wanted
 
 
 def _why_largest(now: Plan, options: list[Option]) -> Iterator[str]:
@@ -208,27 +218,45 @@ def _why_largest(now: Plan, options: list[Option]) -> Iterator[str]:
     )
 
 
-def _why_proposed(plan: Plan, shape: Shape | None, tokens: float | None, hours: float | None) -> Iterator[str]:
-    if shape is None:
-        return
-    data, config = plan.data, plan.config
-    length = "as asked" if tokens is not None else "20 a parameter (Hoffmann et al. 2022, Chinchilla)"
+def _why_proposed(plan: Plan, loaded: LoadedConfig, limits: Limits) -> Iterator[str]:
+    data, hours, length = plan.data, limits.hours, _length(plan, loaded, limits)
     yield f"tokens: {count(data.total_tokens)}, {length}; that is {data.tokens_per_param:,.0f} a parameter"
-    limits = [f"trains in {hours:g} h" if hours is not None else "", "fits", "has 20 tokens a parameter or more"]
-    yield f"size: the largest near GPT-2's proportions that {', '.join(limit for limit in limits if limit)}"
+    kept = [f"trains in {hours:g} h" if hours is not None else "", "fits", "has 20 tokens a parameter or more"]
+    yield f"size: the largest near GPT-2's proportions that {', '.join(limit for limit in kept if limit)}"
     if data.epochs is not None:
         more = (
             "more than the 4 that are about as good as new data: get more data, or train a larger model on fewer tokens"
         )
         good = "within the 4 that are about as good as new data" if data.epochs <= shapes.GOOD_PASSES else more
         yield f"data: {data.epochs:.2f} passes over {count(data.dataset_tokens or 0)}, {good} (Muennighoff et al. 2023)"
-    source = "Brown et al. 2020, table 2.1" if shape.n_embd >= 768 else "Kaplan et al. 2020, equation D.1"
-    yield (
-        f"learning rate: {config.learning_rate:g} for this size ({source}), decayed to a tenth, after "
-        f"{config.warmup_iters} steps of warm-up"
-    )
-    yield (
-        f"batch: {data.tokens_per_step:,} tokens a step (Brown et al. 2020: half a million up to 760 M parameters), "
-        f"in {config.batch_size} × {config.gradient_accumulation_steps}, the fastest that fits under "
-        f"{PROGRAMS[config.trainer]}"
-    )
+    yield _rate(plan, loaded)
+    yield _batch(plan, loaded)
+
+
+def _length(plan: Plan, loaded: LoadedConfig, limits: Limits) -> str:
+    """Where the length of the run comes from."""
+    if limits.tokens is None:
+        given = f"max_iters = {plan.config.max_iters} as given"
+        return given if loaded.said("max_iters") else "20 a parameter (Hoffmann et al. 2022, Chinchilla)"
+    if plan.data.total_tokens <= 1.01 * limits.tokens:
+        return "as asked"
+    return f"the {count(limits.tokens)} asked for in whole steps"
+
+
+def _rate(plan: Plan, loaded: LoadedConfig) -> str:
+    config = plan.config
+    source = "Brown et al. 2020, table 2.1" if config.n_embd >= 768 else "Kaplan et al. 2020, equation D.1"
+    origin = "as given" if loaded.said("learning_rate") else f"for this size ({source})"
+    end = f"{config.min_lr:g} as given" if loaded.said("min_lr") else "a tenth"
+    top = f"learning rate: {config.learning_rate:g} {origin}"
+    return f"{top}, decayed to {end}, after {config.warmup_iters} steps of warm-up"
+
+
+def _batch(plan: Plan, loaded: LoadedConfig) -> str:
+    config = plan.config
+    keys = [key for key in ("batch_size", "gradient_accumulation_steps") if loaded.said(key)]
+    step = f"batch: {plan.data.tokens_per_step:,} tokens a step"
+    rule = f"half a million up to 760 M parameters; less for a run of fewer than {shapes.FEWEST_STEPS:,} steps"
+    source = "" if len(keys) == 2 else f" (Brown et al. 2020: {rule})"
+    choice = f"{' and '.join(keys)} as given" if keys else f"the fastest that fits under {PROGRAMS[config.trainer]}"
+    return f"{step}{source}, in {config.batch_size} × {config.gradient_accumulation_steps}, {choice}"

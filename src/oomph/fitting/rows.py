@@ -62,13 +62,13 @@ def nearly_rows(programs: dict[str, Program], asked: str, has_bf16: bool) -> Ite
     ours = programs["oomph"].settled
     half = "bfloat16" if has_bf16 else "float16"
     if ours.dtype == "float32":
-        effect = "products are rounded to 8 or 11 bits; losses differ in the third digit"
+        effect = "products are rounded to 8 or 11 significant bits; losses differ in the third digit"
         yield Row(f"{half} autocast", asked, {"dtype": half}, "nearly", effect)
     if ours.optimizer == "adamw":
         effect = "Adam's moments in 8 bits, block by block; on par in its authors' runs (arXiv 2110.02861)"
         yield Row("8-bit Adam", "oomph", {"optimizer": "adamw8bit"}, "nearly", effect)
     if ours.autocast and has_bf16 and ours.dtype != "float32":
-        effect = "weights keep 8 bits: small updates are lost late in the run, so the final loss is worse"
+        effect = "weights keep 8 significant bits: small updates are lost late in the run, so the final loss is worse"
         yield Row("bfloat16 throughout", "oomph", {"dtype": "bfloat16", "autocast": False}, "nearly", effect)
 
 
@@ -76,9 +76,13 @@ def different_rows(program: Program) -> Iterator[Row]:
     """What makes another training of it: the last resort."""
     config, key = program.settled, program.key
     if config.batch_size > 1:
-        sequences = config.batch_size // 2 * config.gradient_accumulation_steps
-        effect = f"noisier gradients ({sequences} sequences a step) and half the tokens in as many steps"
-        yield Row("half the batch", key, {"batch_size": config.batch_size // 2}, "different", effect)
+        size = config.batch_size // 2
+        name = "half the batch" if 2 * size == config.batch_size else "a smaller batch"
+        sequences = size * config.gradient_accumulation_steps
+        effect = (
+            f"noisier gradients ({sequences} sequences a step) and {_tokens(size, config.batch_size)} in as many steps"
+        )
+        yield Row(name, key, {"batch_size": size}, "different", effect)
     fewer = config.n_layer * 3 // 4
     if 0 < fewer < config.n_layer:
         yield Row("fewer layers", key, shallower(config, fewer), "different", "a smaller model: it learns less")
@@ -88,8 +92,13 @@ def different_rows(program: Program) -> Iterator[Row]:
         yield Row("narrower", key, {"n_embd": narrower, "n_head": narrower // HEAD_SIZE}, "different", effect)
     if config.block_size >= 2:
         block = config.block_size // 2
-        effect = f"sees {block} tokens back, and half the tokens in as many steps"
+        effect = f"sees {block} tokens back, and {_tokens(block, config.block_size)} in as many steps"
         yield Row("half the context", key, {"block_size": block}, "different", effect)
+
+
+def _tokens(part: int, whole: int) -> str:
+    """How many a step is left with: an odd number has no half."""
+    return "half the tokens" if 2 * part == whole else f"{part}/{whole} of the tokens"
 
 
 def shallower(config: TrainConfig, layers: int) -> dict[str, Value]:

@@ -25,7 +25,8 @@ from oomph.predict.footprint import ALLOCATED_SPREAD, CONTEXT_SPREAD_MIB
 from oomph.units import MIB
 
 OPTIMISM = 0.99  # a shallow estimate of the time is right to less than a percent; seen: 0.56 %
-NEAR_THE_LEANEST = 8  # settings that look the leanest from few layers, of which the whole step tells
+NEAR_THE_LEANEST = 12  # settings that look the leanest from few layers, of which the whole step tells
+MUCH_EVALUATION = 0.1  # of a run's hours
 LAST_RISE = 2.0  # checkpointing the last block too may raise the peak, by less than this; seen: 1.61 (math attention)
 
 
@@ -140,6 +141,30 @@ class Searcher:
                 heapq.heappush(queue, (later_s, rank, higher, _Look(min(looked + 1, _Look.ROUGH)), ladder))
         return None
 
+    def in_time(self, like: LoadedConfig, ladders: Iterable[Ladder], fastest: Plan, hours: float | None) -> Plan:
+        """The fastest setting, unless its run is late though its steps alone are not: then the one that is done the
+        soonest, where that is in time."""
+        if not is_late(fastest, hours) or (fastest.time is not None and fastest.time.train_hours > (hours or 0.0)):
+            return fastest
+        soonest = self.soonest(like, ladders, fastest)
+        return fastest if is_late(soonest, hours) else soonest
+
+    def soonest(self, like: LoadedConfig, ladders: Iterable[Ladder], fastest: Plan) -> Plan:
+        """Of the fastest setting and the fastest of every smaller micro-batch, compiled and not, the one whose whole
+        run takes the fewest hours: evaluations take whole batches, whatever a step accumulates."""
+        groups: dict[tuple[int, bool], list[Ladder]] = {}
+        for ladder in ladders:
+            groups.setdefault((ladder.config.batch_size, ladder.config.compile), []).append(ladder)
+        best = fastest
+        for (batch_size, _), members in groups.items():
+            if best.time is None or batch_size > fastest.config.batch_size:
+                continue
+            most_s = best.time.hours * 3600 / like.config.max_iters  # steps that take longer make a longer run
+            plan = self.fastest(like, members, at_most_s=most_s)
+            if plan is not None and plan.time is not None and plan.time.hours < best.time.hours:
+                best = plan
+        return best
+
     def _rough_rung(self, ladder: Ladder, rung: int) -> int:
         """The first rung from one without checkpointed blocks on that could make room, by the little known so far; no
         further than the last, which is unlike the others."""
@@ -220,7 +245,8 @@ class Searcher:
     def roomiest(self, like: LoadedConfig, ladders: Iterable[Ladder], at_most_s: float = inf) -> Plan | None:
         """Of the settings that take no longer than that a step, the one that takes the least memory, or nearly.
 
-        The two with the smallest peaks are simulated: fragmentation may turn the order of near equals.
+        Those with the smallest peaks are simulated, until none is left whose peak alone is below what one of them
+        takes: fragmentation turns the order of near equals.
         """
         quick: list[TrainConfig] = []
         if at_most_s == inf:
@@ -240,9 +266,15 @@ class Searcher:
                     quick += _ends(ladder, rung, end)
         near = heapq.nsmallest(NEAR_THE_LEANEST, dict.fromkeys(quick), key=self.estimator.lean_bytes)
         # Of equal peaks the one with expandable segments, which wastes less between them.
-        lean = heapq.nsmallest(2, near, key=lambda each: (self._peak_bytes(each), not each.expandable_segments))
-        plans = [self.simulate(like, each) for each in lean]
-        return min(plans, key=lambda each: each.memory.total_mib, default=None)
+        near.sort(key=lambda each: (self._peak_bytes(each), not each.expandable_segments))
+        leanest: Plan | None = None
+        for each in near:
+            if leanest is not None and self._peak_bytes(each) >= leanest.memory.reserved_mib * MIB:
+                break
+            found = self.simulate(like, each)
+            if leanest is None or found.memory.total_mib < leanest.memory.total_mib:
+                leanest = found
+        return leanest
 
 
 def boundary(things: Sequence[T], guess: int, passes: Callable[[T], bool]) -> int:
@@ -271,6 +303,16 @@ def is_safe(plan: Plan) -> bool:
     """Whether it fits even where the prediction misses by as much as it may."""
     memory = plan.memory
     return memory.capacity_mib is None or memory.high_mib <= memory.capacity_mib
+
+
+def is_evaluating(plan: Plan) -> bool:
+    """Whether so much of the run goes to evaluations that the fastest step may not make the shortest run."""
+    return plan.time is not None and plan.time.eval_hours > MUCH_EVALUATION * plan.time.hours
+
+
+def is_late(plan: Plan, hours: float | None) -> bool:
+    """Whether the whole run takes longer than that; so it does where nobody can say how long it takes."""
+    return hours is not None and (plan.time is None or plan.time.hours > hours)
 
 
 def _ends(ladder: Ladder, start: int, end: int) -> list[TrainConfig]:

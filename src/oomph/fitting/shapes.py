@@ -80,10 +80,9 @@ def batch_sequences(tokens: float, block_size: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def schedule(shape: Shape, tokens: float, sequences: int, block_size: int) -> dict[str, int | float]:
-    """Steps, learning rate, warm-up and evaluations of a run over that many tokens."""
+def schedule(rate: float, tokens: float, sequences: int, block_size: int) -> dict[str, int | float]:
+    """Steps, learning rate, warm-up and evaluations of a run over that many tokens with that rate at the top."""
     steps = max(1, -(-int(tokens) // (sequences * block_size)))
-    rate = learning_rate(shape)
     warmup = min(WARMUP_TOKENS / (sequences * block_size), steps * WARMUP_SHARE)
     return {
         "max_iters": steps,

@@ -104,6 +104,12 @@ def programs(loaded: LoadedConfig, device: Device) -> dict[str, Program]:
     return result
 
 
+def asked_of(found: dict[str, Program], loaded: LoadedConfig) -> str:
+    """The key of the program that was asked for: nanoGPT whose step returns no logits is the patched one."""
+    patched = loaded.config.trainer == "nanogpt" and found["nanogpt"].settled.return_logits is False
+    return "patched" if patched else loaded.config.trainer
+
+
 def _own_first(own: T, others: Iterable[T]) -> tuple[T, ...]:
     """The values to try, the config's own in front: of equally good settings the one that changes least is taken."""
     return tuple(dict.fromkeys((own, *others)))

@@ -8,10 +8,11 @@ import msgspec
 
 from oomph.fitting.nearest import smallest_card
 from oomph.fitting.result import Option, Value
-from oomph.fitting.search import is_safe
+from oomph.fitting.search import is_evaluating, is_safe
 from oomph.planner import PROGRAMS, Plan
 
 WORTH_SAYING_MIB = 100.0
+WORTH_SAYING_HOURS = 1.01  # times as long
 
 
 def setting(changes: dict[str, Value]) -> str:
@@ -35,11 +36,11 @@ def verdict(now: Plan, options: Sequence[Option], best: int | None, hours: float
     if chosen.kind != "same":
         return f"No: nothing that keeps the training as it is fits {card}; {_leanest(options)}"
     if not chosen.changes:
-        margin = f"{now.memory.total_mib:,.0f} MiB, {now.memory.headroom_mib:,.0f} free"
+        margin = f"{now.memory.total_mib:,.0f} MiB, {now.memory.headroom_mib:,.0f} free{_only_just(chosen)}"
         return f"{'Too slow' if late else 'Yes'}: {program} fits as it is ({margin}){late}"
     cure = f"{setting({k: v for k, v in chosen.changes.items() if k not in ('trainer', 'return_logits')})}"
     how = ", ".join(part for part in (name_of(chosen) if _other(now, chosen) else "", cure) if part)
-    figures = f"{chosen.plan.memory.total_mib:,.0f} MiB{_pace(chosen)}"
+    figures = f"{chosen.plan.memory.total_mib:,.0f} MiB{_pace(chosen, bool(late))}{_only_just(chosen)}"
     answer = "Too slow" if late else "Yes"
     if now.memory.fits:
         gain = 100 * ((chosen.tokens_per_s or 1) / (now.time.tokens_per_s if now.time else 1) - 1)
@@ -53,8 +54,15 @@ def _other(now: Plan, chosen: Option) -> bool:
     return chosen.trainer != now.config.trainer or (chosen.patched and bool(now.config.return_logits))
 
 
-def _pace(option: Option) -> str:
-    return f", {option.tokens_per_s:,.0f} tokens/s, {option.hours:,.1f} h" if option.tokens_per_s else ""
+def _pace(option: Option, late: bool) -> str:
+    """Tokens a second and hours; not the hours where the verdict goes on to say that they are too many."""
+    if option.tokens_per_s is None:
+        return ""
+    return f", {option.tokens_per_s:,.0f} tokens/s" + ("" if late else f", {option.hours:,.1f} h")
+
+
+def _only_just(option: Option) -> str:
+    return ", and only just: it must give cached memory back, which costs time" if option.plan.memory.retries else ""
 
 
 def _late(option: Option, hours: float | None) -> str:
@@ -79,11 +87,15 @@ def why(
         yield _what_fills(now)
     yield from _unchanged_elsewhere(now, options)
     yield from _price_of_halving(now, options)
-    yield from _compile(options)
+    yield from _compile(now, options)
     if best is not None and options[best].kind == "same":
+        yield from _thin(options[best])
         yield from _margin(options, best, safest)
     else:
         yield from _nearest(options, best)
+        yield from _thin(options[best]) if best is not None else ()
+    if best is not None:
+        yield from _evaluation(options, best)
     if best is not None and _late(options[best], hours):
         yield from _in_the_hours(options[best], hours or 0.0)
 
@@ -136,19 +148,39 @@ def _price_of_halving(now: Plan, options: Sequence[Option]) -> Iterator[str]:
     )
 
 
-def _compile(options: Sequence[Option]) -> Iterator[str]:
+def _compile(now: Plan, options: Sequence[Option]) -> Iterator[str]:
     eager = next((option for option in options if option.name == "not compiled"), None)
     if eager is not None and eager.saved_mib < -WORTH_SAYING_MIB:
-        yield f"switching compile off does not save memory: it takes {-eager.saved_mib:,.0f} MiB more"
+        batch = f"{now.config.batch_size} × {now.config.gradient_accumulation_steps}"
+        yield f"switching compile off does not save memory at {batch}: it takes {-eager.saved_mib:,.0f} MiB more"
 
 
-def _margin(options: Sequence[Option], best: int, safest: int | None) -> Iterator[str]:
-    memory = options[best].plan.memory
+def _evaluation(options: Sequence[Option], best: int) -> Iterator[str]:
+    """Where evaluations take much of the run: what they take, and the setting whose run is the shortest."""
+    chosen = options[best]
+    if chosen.plan.time is None or not is_evaluating(chosen.plan):
+        return
+    share = 100 * chosen.plan.time.eval_hours / chosen.plan.time.hours
+    same = [each for each in options if each.fits and each.hours is not None and each.kind == chosen.kind]
+    soonest = min(same, key=lambda each: each.hours or 0.0)
+    place = options.index(soonest)
+    batch = f"{soonest.plan.config.batch_size} × {soonest.plan.config.gradient_accumulation_steps}"
+    end = "no setting shown is done sooner"
+    if place != best:
+        end = f"the fewest hours are option {place + 1}'s, {batch}: {soonest.hours:,.2f} against {chosen.hours:,.2f}"
+    yield f"evaluations take {share:.0f} % of the best's hours, and grow with batch_size; {end}"
+
+
+def _thin(option: Option) -> Iterator[str]:
+    memory = option.plan.memory
     if memory.capacity_mib is not None and memory.high_mib > memory.capacity_mib:
         yield (
             f"the best option's margin is {memory.headroom_mib:,.0f} MiB, within what a prediction may miss "
             f"({memory.low_mib:,.0f} to {memory.high_mib:,.0f} MiB)"
         )
+
+
+def _margin(options: Sequence[Option], best: int, safest: int | None) -> Iterator[str]:
     if safest is None:
         yield _none_safe(options, best)
     elif safest == best:
@@ -194,7 +226,7 @@ def _nearest(options: Sequence[Option], best: int | None) -> Iterator[str]:
     card = smallest_card(lean.plan.memory.total_mib)
     if card is not None:
         yield (
-            f"the smallest card that trains it unchanged, at its leanest setting, is the {card.name} with "
+            f"the smallest card for the same training is, at its leanest setting, the {card.name} with "
             f"{card.usable_mib:,} MiB for a process"
         )
 
@@ -236,4 +268,12 @@ def _reason(
         return f"last resort{late}"
     change = 100 * (option.tokens_per_s / (options[best].tokens_per_s or 1.0) - 1)
     speed = "as fast" if abs(change) < 0.05 else f"{abs(change):.1f} % {'faster' if change > 0 else 'slower'}"
-    return f"{speed}{late}"
+    return f"{speed}{_done(option, options[best], change)}{late}"
+
+
+def _done(option: Option, best: Option, change: float) -> str:
+    """Where the run's hours turn the order of the steps: evaluations take whole batches."""
+    hours, others = option.hours or 0.0, best.hours or 0.0
+    if change < 0 and hours < others / WORTH_SAYING_HOURS:
+        return " a step, but done sooner"
+    return " a step, but done later" if change > 0 and hours > others * WORTH_SAYING_HOURS else ""

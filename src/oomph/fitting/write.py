@@ -22,9 +22,12 @@ from oomph.fitting.space import changes_between
 FORMATS = (".py", ".toml")
 
 
-def write_config(path: Path, fit: Fit, option: Option) -> None:
+def write_config(path: Path, fit: Fit, option: Option) -> tuple[str, ...]:
     """Write the option there: the user's file with the changed lines changed, where it is of the same format; a new
-    file with every setting that is not a default otherwise. All or nothing."""
+    file with every setting that is not a default otherwise. All or nothing.
+
+    Returns the keys that the file worked out from changed ones, and that are now written out as the numbers they had.
+    """
     check_target(path, overwrite=True)
     toml = path.suffix == ".toml"
     own = _own_file(fit.loaded, path.suffix)
@@ -34,16 +37,20 @@ def write_config(path: Path, fit: Fit, option: Option) -> None:
     for key, value in option.changes.items():
         if getattr(_read(text, path, option), key) != value:  # a value may follow from one changed already
             text = set_key(text, toml, key, value, trainer)
+    held = []
     for _ in wanted.__struct_fields__:  # each time the first key that is still not right: others may follow from it
         left = changes_between(_read(text, path, option), wanted)
         if not left:
             break
         key, value = next(iter(left.items()))
-        text = set_key(text, toml, key, value, trainer)
+        text = set_key(text, toml, key, value, trainer, helpers=False)  # another key may share the helper
+        if getattr(before, key) == value:
+            held.append(key)
     else:
         what = f"{', '.join(left)} cannot be set in a copy of {own}"
         raise InputError(Problem(str(path), what, allowed="a file that sets each key once, at the top level"))
     _replace(path.resolve(), habits.encode(restate(text, toml, before, wanted)))
+    return tuple(held)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oomph.fitting.cards import Cards
-from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, card_rows
+from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, card_rows, cards_note
 from oomph.report.markdown import table as table
 
 
@@ -32,4 +32,5 @@ def fit_to_markdown(summary: FitSummary) -> str:
 def cards_to_markdown(cards: Cards) -> str:
     """Which cards would do, as Markdown."""
     mark = "✅" if cards.fitting else "❌"
-    return f"## {mark} {cards.verdict}.\n\n{table(CARD_HEADINGS, card_rows(cards))}\n"
+    note = f"\n\\{cards_note(cards)}\n" if cards_note(cards) else ""
+    return f"## {mark} {cards.verdict}.\n\n{table(CARD_HEADINGS, card_rows(cards))}\n{note}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from oomph.config import usual_loss_chunk
+from oomph.config import TrainConfig, usual_loss_chunk
 from oomph.fitting.cards import CardOption, Cards
 from oomph.fitting.patch import PATCH, WHY_SAFE
-from oomph.fitting.propose import layers
+from oomph.fitting.propose import MAKES_ROOM, layers
 from oomph.fitting.result import Fit, Option
 from oomph.report.summary import summarise
 from oomph.units import count
@@ -21,6 +21,7 @@ SECTIONS = {
 PROGRAMS = {"nanogpt": "nanoGPT", "patched": "patched", "oomph": "oomph"}
 HEADINGS = ("", "option", "program", "batch", "MiB", "saved", "tokens/s", "hours", "advice")
 CARD_HEADINGS = ("card", "MiB", "program", "as", "needs", "tokens/s", "hours", "rent, USD")
+THIN = "* fits by less than the prediction may miss, or only by giving cached memory back."
 UNKNOWN = "–"
 MANY_HOURS = 1000  # from which a tenth is no longer shown
 
@@ -107,7 +108,15 @@ def is_yes(fit: Fit) -> bool:
 def describe(option: Option | CardOption) -> str:
     """An option in few words: the batch, and what else is new."""
     config = option.plan.config
-    words = {
+    said = [word for key, word in _words(config).items() if key in option.changes]
+    if config.trainer == "oomph" and config.loss_chunk != usual_loss_chunk(config):  # oomph's own default needs no word
+        said.append(f"loss by {config.loss_chunk}" if config.loss_chunk else "loss at once")
+    return ", ".join([f"{config.batch_size} × {config.gradient_accumulation_steps}", *said])
+
+
+def _words(config: TrainConfig) -> dict[str, str]:
+    """What is said of each key where it is new."""
+    return {
         "n_layer": layers(config.n_layer),
         "n_embd": f"width {config.n_embd}",
         "block_size": f"block {config.block_size}",
@@ -119,17 +128,14 @@ def describe(option: Option | CardOption) -> str:
         "autocast": "autocast" if config.autocast else "bfloat16 throughout",
         "expandable_segments": "expandable segments" if config.expandable_segments else "fixed segments",
     }
-    said = [words[key] for key in words if key in option.changes]
-    if config.trainer == "oomph" and config.loss_chunk != usual_loss_chunk(config):  # oomph's own default needs no word
-        said.append(f"loss by {config.loss_chunk}" if config.loss_chunk else "loss at once")
-    return ", ".join([f"{config.batch_size} × {config.gradient_accumulation_steps}", *said])
 
 
 def describe_model(option: Option) -> str:
-    """A model in few words."""
+    """A model in few words: its size, the batch, and what else makes room for it."""
     config = option.plan.config
     size = f"{layers(config.n_layer)} × {config.n_embd}, {count(option.plan.model.params_nanogpt)}"
-    return f"{size}, {config.batch_size} × {config.gradient_accumulation_steps}"
+    said = [word for key, word in _words(config).items() if key in option.changes and key in MAKES_ROOM]
+    return ", ".join([size, f"{config.batch_size} × {config.gradient_accumulation_steps}", *said])
 
 
 def _titles(fit: Fit) -> dict[str, str]:
@@ -179,6 +185,11 @@ def card_rows(cards: Cards, every: bool = False) -> list[tuple[str, ...]]:
     return [_card_row(card) for card in shown]
 
 
+def cards_note(cards: Cards) -> str:
+    """What a star beside a card's need means; empty where none has one."""
+    return THIN if any(card.margin for card in cards.fitting) else ""
+
+
 def _card_row(card: CardOption) -> tuple[str, ...]:
     plan, time, rent = card.plan, card.plan.time, card.rent
     return (
@@ -186,7 +197,7 @@ def _card_row(card: CardOption) -> tuple[str, ...]:
         f"{card.device.usable_mib:,}",
         PROGRAMS["patched" if card.patched else plan.config.trainer],
         describe(card),
-        f"{plan.memory.total_mib:,.0f}",
+        f"{plan.memory.total_mib:,.0f}{'*' * bool(card.margin)}",
         UNKNOWN if time is None else f"{time.tokens_per_s:,.0f}",
         _hours(time.hours if time else None),
         UNKNOWN if rent is None else f"{rent[0]:,.0f} to {rent[1]:,.0f}",

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oomph.fitting.cards import Cards
-from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, Line, card_rows
+from oomph.report.fit_summary import CARD_HEADINGS, HEADINGS, FitSummary, Line, card_rows, cards_note
 
 GAP = 2  # columns between columns
 LEFT = ("", "option", "program", "advice")
@@ -115,7 +115,8 @@ def cards_to_text(cards: Cards) -> str:
         table.add_row(*row)
     mark, style = ("✓", "bold green") if cards.fitting else ("✗", "bold red")
     verdict = Text(f"{mark} {cards.verdict}.", style=style)
-    end = Text("Of each memory size the fastest card; --json has them all. Each is simulated in full.", style="dim")
+    notes = (cards_note(cards), "Of each memory size the fastest card; --json has them all. Each is simulated in full.")
+    end = Text("\n".join(filter(None, notes)), style="dim")
     with console.capture() as captured:
         console.print(Group(verdict, Padding(table, (1, 0, 1, 0)), end), width=min(console.width, 120))
     return captured.get()
