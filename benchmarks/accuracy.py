@@ -29,7 +29,7 @@ What stands out, and what is known of it:
 
 - RTX 6000 Ada: the same chip as the RTX 4090 with about twice its tensor rate, and in this sweep no faster. It is the
   one card that got slower with a larger batch. Its 278 TFLOPS were measured once, in a short run; a board of 300 W for
-  142 multiprocessors falls below as it gets hot, in float32 to 0.63 to 0.81 of its best on another machine. Of that range
+  142 multiprocessors falls below as it gets hot, in float32 to 0.63 to 0.81 of its best on another machine. Of that
   0.70, what its largest product had, is in the catalogue for it and its siblings, settled with these rows in sight.
 - H100 NVL: the same chip as the H100 PCIe, with 50 W more and nearly twice the bandwidth, and in this sweep slower. The
   prediction does not follow; this host held its card back.
