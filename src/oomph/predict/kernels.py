@@ -46,12 +46,12 @@ class Assumptions(msgspec.Struct, frozen=True):
 # of a B200's 8 TB/s (SemiAnalysis, "Dissecting Nvidia Blackwell", 2026), what torch.compile writes holds fewer and
 # reaches 2.0 to 2.7 of an H100's 3.35 (QuACK, 2025; PyTorch, "SOTA Normalization Performance with torch.compile").
 # Tile latency: one trip to device memory takes 0.5 to 0.8 µs on Volta to Hopper (Jia et al., arXiv 1804.06826; Luo et
-# al., arXiv 2402.13499), and a tile makes two, which a second tile on the same multiprocessor may hide: 1 µs describes
-# products of 2048 to 10240 on 13 cards best (docs/accuracy.md). Softmax: scale,
+# al., arXiv 2402.13499), and a tile makes two, which a second tile on the same multiprocessor may hide: of 0.5 to 1.5
+# µs the shorter describe products of 2048 to 8192 on 13 cards a little better (docs/accuracy.md). Softmax: scale,
 # subtract, maximum, sum, rescale, convert. Host: an eager operator takes 10 µs and more (PyTorch's CUDA-graphs post,
-# 2021), and a training step under autocast and autograd runs two or three for one kernel: small models at 18 ms a step
-# of 300 kernels (A800, torch 2.0) or 40 ms of 200 (nanoGPT pull request 392, a slow host). A slice of a numpy.memmap
-# made a tensor takes 15 to 60 µs.
+# 2021), and a training step under autocast and autograd runs two or three for one kernel: small models at 18 ms a
+# step of 300 kernels (A800, torch 2.0) or 40 ms of 200 (nanoGPT pull request 392, a slow host). A slice of a
+# numpy.memmap made a tensor takes 15 to 60 µs.
 BEST = Assumptions(1.15, 0.86, 0.76, 1.0, 1.0, 0.0, 0.94, 28e3, 0.5e-6, 1.0e-6, 6, 15e-6, 4e-6, 10e-6, 1.05)
 LIKELY = Assumptions(1.05, 0.80, 0.52, 0.5, 0.0, 0.0, 0.90, 20e3, 1.0e-6, 1.5e-6, 8, 40e-6, 10e-6, 20e-6, 0.95)
 WORST = Assumptions(0.92, 0.65, 0.30, -0.5, -0.5, 0.35, 0.80, 14e3, 3.0e-6, 3.0e-6, 12, 150e-6, 20e-6, 60e-6, 0.7)
@@ -73,8 +73,8 @@ MEMORY_LATENCY_S = 0.75e-6  # a load from device memory under traffic; sources a
 ECC_SHARE = 15 / 16  # of GDDR memory's capacity and traffic that is left where error correction is stored inline
 
 # Output tiles that cuBLAS and CUTLASS choose among, and the share of the full rate a multiprocessor reaches on one:
-# smaller tiles load more bytes for each product (NVIDIA, "Matrix Multiplication Background User's Guide"), from below
-# 128 × 128 on so many that it shows in products of 2048 to 10240 on 13 cards (docs/accuracy.md).
+# smaller tiles load more bytes for each product (NVIDIA, "Matrix Multiplication Background User's Guide"). Products of
+# 2048 to 8192 on 13 cards show no loss at 128 × 128 (docs/accuracy.md); the shares of smaller ones are assumed.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.85), (64, 64, 0.70))
 SPLITS = (1, 2, 4, 8, 16)  # how many multiprocessors may share the inner dimension of one tile
 # Of the full rate where rows begin at even addresses that are no multiples of 16 bytes: assumed, between the odd

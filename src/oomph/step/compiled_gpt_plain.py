@@ -179,9 +179,8 @@ def plain_backward(
     rows = p.new(f"{name}.dy", n.count, item, Kind.TEMPORARY)
     p.run(f"{name}.dy", Kernel.POINTWISE, n.count * (s.compute + item))
     p.drop(s.compute, gradient)
-    halved = (
-        saved.scores[-1].bytes // n.scores != item
-    )  # float32 weights are read through a half copy, made with the scores' gradient
+    # Float32 weights are read through a half copy, made with the scores' gradient.
+    halved = saved.scores[-1].bytes // n.scores != item
     parts: list[Buffer] = []
     narrow: tuple[Buffer, ...] = ()
     if not halved:
