@@ -118,9 +118,9 @@ in sight. At 1024 the measurement is of the host as much as of the card.\
 
 def products() -> str:
     """How much of its full rate a card reaches in small and large products, measured and predicted."""
-    from oomph.predict.kernels import LIKELY, Program, flops_per_s, gemm_seconds
+    from oomph.predict.gpu_kernels import LIKELY, KernelOptions, flops_per_s, gemm_seconds
 
-    program = Program(allow_tf32=True, attention_slowdown=1.0, pads=False)
+    program = KernelOptions(allow_tf32=True, attention_slowdown=1.0, pads=False)
     with (HERE / "published_products.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     sizes = [name for name in rows[0] if name.isdigit()]

@@ -21,8 +21,8 @@ import threading
 import time
 from pathlib import Path
 
-from oomph.data.encoders import Gpt2Encoder
 from oomph.data.sources import standard_library
+from oomph.data.tokenizer import Gpt2Tokenizer
 
 PREPARE = (
     "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'\n"
@@ -56,7 +56,7 @@ def main() -> None:
 def compare(source: Path, folder: Path, cores: int, rounds: int) -> None:
     """Our rate and the library's, in turns."""
     documents = [json.loads(line)["text"] for line in source.open(encoding="utf-8")]
-    encoding = Gpt2Encoder()._encoding  # built once: the library alone, without its start
+    encoding = Gpt2Tokenizer()._encoding  # built once: the library alone, without its start
     library, ours, peaks = [], [], []
     for turn in range(rounds):
         began, before = time.perf_counter(), time.process_time()

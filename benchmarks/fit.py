@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from oomph.fitting import Fit, fit
 from oomph.fitting.cards import Cards, which_cards
+from oomph.fitting.fit import fit
+from oomph.fitting.result import Fit
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fineweb_124m.py"
 DEEP = {"n_layer": 60, "batch_size": 16, "gradient_accumulation_steps": 32}

@@ -1,8 +1,9 @@
 """How fast logs are read, and in how much memory: MB/s on one core for each kind of log.
 
-    python benchmarks/read_logs.py [--mb 100]
+    python benchmarks/read_logs.py [--mb 20]
 
-The logs are made up in memory and handed out in pieces, so that no disk is measured.
+A day's log is about 1 MB; what matters is that memory stays constant. The logs are generated in memory, so no disk is
+measured.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 
-from oomph.runs.builder import Builder
-from oomph.runs.reader import read_stream
+from oomph.runs.reading.builder import Builder
+from oomph.runs.reading.reader import read_stream
 
-Line = Callable[[int, random.Random], str]
+LogLine = Callable[[int, random.Random], str]
 
 
 def nanogpt(step: int, draw: random.Random) -> str:
-    """A nanoGPT step, with an evaluation every 500."""
+    """A nanoGPT step; every 500 steps an evaluation."""
     mark = "" if step % 500 else f"step {step}: train loss 3.2100, val loss 3.2345\nsaving checkpoint to out\n"
     return f"{mark}iter {step}: loss {draw.uniform(2, 4):.4f}, time {draw.uniform(3900, 3920):.2f}ms, mfu 12.90%\n"
 
 
 def labelled(step: int, draw: random.Random) -> str:
-    """The same behind a launcher's label and in colour, with Windows line ends."""
+    """The same with a launcher's label, colours and Windows line ends."""
     return f"\x1b[32m[rank0]:\x1b[0m iter {step}: loss {draw.uniform(2, 4):.4f}, time 3900.00ms, mfu 12.90%\r\n"
 
 
@@ -62,7 +63,7 @@ def noise(step: int, draw: random.Random) -> str:
     return f"wandb: WARNING something of no interest at all happened, number {step}, {draw.random():.6f}\n"
 
 
-KINDS: dict[str, Line] = {
+KINDS: dict[str, LogLine] = {
     "nanoGPT": nanogpt,
     "nanoGPT, labelled and coloured": labelled,
     "nanochat": nanochat,
@@ -74,7 +75,7 @@ KINDS: dict[str, Line] = {
 
 
 class Repeated(io.RawIOBase):
-    """A stream that hands out a text again and again until so many bytes are out."""
+    """A stream that repeats a text until so many bytes are read."""
 
     def __init__(self, block: bytes, size: int) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Repeated(io.RawIOBase):
         return next(self._source, b"")
 
 
-def measure(line: Line, size: int) -> tuple[float, float, int]:
+def measure(line: LogLine, size: int) -> tuple[float, float, int]:
     """(MB/s, MiB of Python objects at the peak, lines that could not be read)."""
     draw = random.Random(0)
     block = "".join(line(step, draw) for step in range(50_000)).encode()
@@ -110,7 +111,7 @@ def measure(line: Line, size: int) -> tuple[float, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=100.0, help="size of each log in millions of bytes")
+    parser.add_argument("--mb", type=float, default=20.0, help="size of each log in millions of bytes")
     size = int(parser.parse_args().mb * 1e6)
     print(f"{'log':32} {'MB/s':>8} {'peak MiB':>9} {'unread':>7}")
     for name, line in KINDS.items():

@@ -46,8 +46,8 @@ def traces() -> dict[str, Callable[[], object]]:
     import torch
     from torch.nn import functional as F
 
-    from oomph.step.compiled import compiled_run
-    from oomph.step.trace import trace
+    from oomph.step.trace.compiled import compiled_run
+    from oomph.step.trace.eager import trace
     from oomph.training.model import GPT
 
     class ReturnsLogits(GPT):

@@ -1,6 +1,6 @@
-"""Errors that speak to a user: what is wrong, where, what was found, what is allowed, what is nearest.
+"""Errors for the user: what is wrong, where, what was found, what is allowed, the nearest valid name.
 
-Readers collect every `Problem` they meet and raise one `InputError`, so that a user mends a file once.
+Readers collect every `Problem` and raise one `InputError`, so that the user fixes a file once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class InputError(Exception):
 
 
 def nearest(name: str, choices: Sequence[str]) -> str | None:
-    """The choice most like `name`, or None where nothing is close."""
+    """The choice most like `name`; None where none is close."""
     from difflib import get_close_matches  # a few milliseconds, needed only when something is wrong
 
     folded = {choice.lower(): choice for choice in choices}

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 MIB = 2**20
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_COUNT = re.compile(r"([+-]?)([0-9_]{1,30})(?:\.([0-9]{1,30}))? ?([kKmMbBtT])")
 
 
 def mib(size_bytes: float) -> float:
     """Bytes as MiB."""
     return size_bytes / MIB
+
+
+def memory_size(size_mib: float) -> str:
+    """MiB, and GiB beside them: 12,648 MiB (12.4 GiB); below a GiB the MiB alone."""
+    return f"{size_mib:,.0f} MiB" + (f" ({size_mib / 1024:,.1f} GiB)" if size_mib >= 1024 else "")
 
 
 def count(number: float) -> str:
@@ -19,6 +28,17 @@ def count(number: float) -> str:
             scaled = number / size
             return f"{scaled:.{3 if scaled < 100 and letter != 'M' else 2}f} {letter}"
     raise AssertionError(number)
+
+
+def parse_count(text: str) -> int | float | None:
+    """The number that "3.68B", "10M" or "5k" means; None where the text is not such a number."""
+    match = _COUNT.fullmatch(text)
+    if match is None or not match[2].strip("_"):
+        return None
+    sign, whole, fraction, suffix = match.groups(default="")
+    scale: int = 10 ** len(fraction)
+    scaled: int = int(sign + whole.replace("_", "") + fraction) * _SUFFIXES[suffix.lower()]
+    return scaled // scale if scaled % scale == 0 else scaled / scale
 
 
 def scientific(number: float) -> str:
@@ -47,5 +67,10 @@ def duration(seconds: float) -> str:
 
 
 def money(amount: float, currency: str) -> str:
-    """12.34 USD; more digits where the amount is small."""
+    """An amount with two decimals: 1,234.50 USD."""
     return f"{amount:,.2f} {currency}"
+
+
+def tflops(rate: float) -> str:
+    """TFLOPS in the unit that suits them: 48.0 TFLOPS, 8.3 GFLOPS."""
+    return f"{rate:.1f} TFLOPS" if rate >= 1 else f"{1e3 * rate:.1f} GFLOPS"

@@ -169,3 +169,7 @@ def test_a_damaged_checkpoint_is_read_or_refused(data: st.DataObject) -> None:
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(pickles.RefusedError):
         pickles.read(bytes(whole))
+
+
+def test_odd_escapes_in_a_pickles_text_are_read_without_a_warning() -> None:
+    assert pickles.read(b"S'\\o'\n.") == "\\o"

@@ -98,7 +98,7 @@ def test_three_different_dropouts_are_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ('{"model_type": "llama"}', "gpt2"),
+        ('{"model_type": "bert"}', "gpt2"),
         ('{"model_type": ["gpt2"]}', "gpt2"),
         ('{"model_type": "gpt2", "n_inner": 5}', "n_inner"),
         ('{"model_type": "gpt2", "n_layer": "many"}', "n_layer"),

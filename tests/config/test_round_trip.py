@@ -19,6 +19,8 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(["cuda", "cuda:1", "cpu", "mps"])
     if key.name == "torch_version":
         return st.sampled_from(["2.4", "2.13.0"])
+    if key.name == "window_pattern":
+        return st.sampled_from(["L", "SSSL"])
     if key.choices:
         return st.sampled_from(key.choices)
     if key.kind is bool:
@@ -26,8 +28,20 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
     if key.kind is str:
         return texts
     if key.kind is float:
-        return st.floats(0, 1e6 if key.lt is None else 1, exclude_max=True)
+        most = key.le or key.lt or 1e6
+        return st.floats(key.gt or key.ge or 0, most, exclude_min=key.gt is not None, exclude_max=True)
     return st.integers(int(key.ge or 0), int(key.le or 0))
+
+
+def fitting_together(drawn: dict[str, Any]) -> dict[str, Any]:
+    """What a program and its model leave no choice of."""
+    model, trainer = drawn.get("model_type", "gpt2"), drawn.get("trainer", "nanogpt")
+    if "nanochat" in (model, trainer):
+        return {"model_type": "nanochat", "trainer": "nanochat"}
+    attention = {"attention": "flash"} if drawn.get("attention") == "flash3" else {}
+    if model != "gpt2" or trainer == "hf":
+        return {"trainer": "hf", "max_position_embeddings": None, "block_size": 512, **attention}
+    return {"intermediate_size": None, **attention}
 
 
 @st.composite
@@ -35,6 +49,9 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     drawn = {key.name: draw(values_of(key)) for key in draw(st.sets(st.sampled_from(describe_keys()), max_size=12))}
     heads = draw(st.integers(1, 64))
     drawn |= {"n_head": heads, "n_embd": heads * draw(st.integers(1, 128)), "n_layer": draw(st.integers(1, 100))}
+    drawn |= fitting_together(drawn)
+    own = [None] if drawn.get("trainer") not in ("hf", "nanochat") else []  # those have a number where none is said
+    drawn["num_key_value_heads"] = draw(st.sampled_from([*own, 1, heads]))
     drawn["checkpoint_layers"] = draw(st.integers(0, drawn["n_layer"]))
     drawn["world_size"] = draw(st.integers(1, 8))
     drawn["gradient_accumulation_steps"] = drawn["world_size"] * draw(st.integers(1, 64))

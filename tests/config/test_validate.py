@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomph.config import TrainConfig, describe_keys, from_dict, validate
-from oomph.config.keys import keys
-from oomph.config.values import coerce, count
+from oomph.config.schema import keys
+from oomph.config.values import coerce
 from oomph.errors import InputError, Problem
+from oomph.units import parse_count
 
 
 def refused(**values: object) -> list[Problem]:
@@ -118,11 +119,18 @@ def test_a_value_is_taken_without_loss_or_is_a_problem(name: str, value: object)
         assert str(result).startswith("here: ")
     elif result is not None:
         assert type(result) is key.kind
-        assert result == value or (isinstance(value, str) and count(value) == result)
+        assert result == value or (isinstance(value, str) and parse_count(value) == result)
 
 
 @given(st.integers(0, 10**9), st.sampled_from("kMBT"))
 def test_a_count_with_a_suffix_is_exact(number: int, suffix: str) -> None:
     scale = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}[suffix]
-    assert count(f"{number}{suffix}") == number * scale
-    assert count(f"{number}.25{suffix}") == number * scale + scale // 4
+    assert parse_count(f"{number}{suffix}") == number * scale
+    assert parse_count(f"{number}.25{suffix}") == number * scale + scale // 4
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, 1.5])
+def test_a_share_that_must_be_more_than_0_and_at_most_1_is_held_to_both(value: float) -> None:
+    with pytest.raises(InputError) as error:
+        from_dict({"partial_rotary_factor": value})
+    assert [problem.allowed for problem in error.value.problems] == ["a number of more than 0, at most 1"]

@@ -39,7 +39,7 @@ def test_every_command_on_the_page_works(here: Path, capsys: pytest.CaptureFixtu
             assert verb._options(arguments).take == 3_680_000_000
         else:
             assert verb.run(arguments) == 0, command
-    assert "SHA-256 as written" in capsys.readouterr().out
+    assert "ok     train.bin: SHA-256" in capsys.readouterr().out
     assert (here / "data" / "shakespeare_char" / "meta.pkl").exists()
 
 

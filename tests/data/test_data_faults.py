@@ -14,8 +14,8 @@ import pytest
 from data_helpers import token_files, write_jsonl
 
 from oomph.data import DataError, check, prepare
-from oomph.data.sources import Reading
-from oomph.errors import InputError
+from oomph.data.sources import ReadOptions
+from refusals import refused
 
 LIMITED = """
 import json, resource, signal, sys
@@ -31,7 +31,7 @@ except DataError as error:
 
 
 @pytest.mark.parametrize("limit_bytes", [100, 300_000, 1_200_000])
-def test_when_the_system_takes_no_more_bytes_the_reason_is_said_and_the_rest_is_kept(
+def test_a_failed_write_is_explained_and_finished_work_is_kept(
     tmp_path: Path, documents: list[str], limit_bytes: int
 ) -> None:
     source = str(write_jsonl(tmp_path / "a.jsonl", documents))
@@ -52,7 +52,7 @@ def test_a_full_disk_is_named(tmp_path: Path, documents: list[str], monkeypatch:
     from oomph.data import work
 
     source = str(write_jsonl(tmp_path / "a.jsonl", documents))
-    real = work.TokenFiles._take_up
+    real = work.TokenFiles._open
 
     def to_full(self: Any, name: str, split: Any) -> Any:
         digest = real(self, name, split)
@@ -62,8 +62,8 @@ def test_a_full_disk_is_named(tmp_path: Path, documents: list[str], monkeypatch:
         return digest
 
     with monkeypatch.context() as patch:
-        patch.setattr(work.TokenFiles, "_take_up", to_full)
-        with pytest.raises(DataError, match=r"No space left on device.*free some room and call again"):
+        patch.setattr(work.TokenFiles, "_open", to_full)
+        with pytest.raises(DataError, match="No space left on device"):
             prepare([source], tmp_path / "out", tokenizer="bytes")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".unfinished"]
     prepare([source], tmp_path / "out", tokenizer="bytes")
@@ -72,7 +72,7 @@ def test_a_full_disk_is_named(tmp_path: Path, documents: list[str], monkeypatch:
 
 def test_an_out_folder_that_cannot_be_made_is_refused(tmp_path: Path, documents: list[str]) -> None:
     source = str(write_jsonl(tmp_path / "a.jsonl", documents))
-    with pytest.raises(InputError, match=r"--out .*cannot be written"):
+    with refused("--out "):
         prepare([source], tmp_path / "a.jsonl" / "out", tokenizer="bytes")
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
     """/proc/self/mem opens, and fails at its first byte."""
     (tmp_path / "a.txt").symlink_to("/proc/self/mem")
     (tmp_path / "b.txt").write_text("b")
-    with pytest.raises(InputError, match=r"a.txt: cannot be read; found Input/output error"):
+    with refused("a.txt", found="Input/output error"):
         prepare([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], tmp_path / "out", tokenizer="bytes")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -93,7 +93,7 @@ def test_a_compressed_file_that_was_cut_short_is_named(tmp_path: Path, documents
     packed = gzip.compress(content) if suffix == "gz" else zstandard.compress(content)
     path = tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(packed[:-100])
-    with pytest.raises(InputError, match=r"a.jsonl.* cannot be read"):
+    with refused("a.jsonl"):
         prepare([str(path)], tmp_path / "out", tokenizer="bytes")
     assert not (tmp_path / "out" / "train.bin").exists()
 
@@ -101,17 +101,21 @@ def test_a_compressed_file_that_was_cut_short_is_named(tmp_path: Path, documents
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"this is plain text, whatever the name says, and long enough")
-    with pytest.raises(InputError, match=f"{name}: cannot be read"):
+    with refused(name):
         prepare([str(tmp_path / name)], tmp_path / "out", tokenizer="bytes")
 
 
-def test_broken_utf8_is_replaced_counted_and_said(tmp_path: Path) -> None:
+def test_invalid_utf8_is_replaced_counted_and_noted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"good\0bad \xff\xfe\0good")
     done = prepare(
-        [str(tmp_path / "a.txt")], tmp_path / "out", tokenizer="bytes", val_fraction=0, reading=Reading(separator="\0")
+        [str(tmp_path / "a.txt")],
+        tmp_path / "out",
+        tokenizer="bytes",
+        val_fraction=0,
+        reading=ReadOptions(separator="\0"),
     )
     assert done.manifest.counts.repaired == 1
-    assert any("broken UTF-8 in 1 document was" in note for note in done.notes)
+    assert any("UTF-8" in note and "1 document" in note for note in done.notes)
     ids = (tmp_path / "out" / "train.bin").read_bytes()[::2]
     assert "bad \ufffd\ufffd".encode() in ids
 
@@ -126,19 +130,15 @@ def test_empty_files_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_no_text_at_all_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"")
-    with pytest.raises(InputError, match="no text in it"):
+    with refused("SOURCE", found="empty documents"):
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer="bytes")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_rows_that_are_no_documents_are_named_by_their_line(tmp_path: Path) -> None:
-    for row, words in (
-        ("[1]", "not an object"),
-        ('{"text": 5}', "'text' is not text; found a int"),
-        ("{]", "not JSON"),
-    ):
+    for row, found in (("[1]", "a list"), ('{"text": 5}', "a int"), ("{]", "line 1 column 2")):
         (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' + row + "\n")
-        with pytest.raises(InputError, match=rf"a.jsonl:3: {words}"):
+        with refused("a.jsonl:3", found=found):
             prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer="bytes")
 
 
@@ -155,7 +155,7 @@ import json, re, resource, sys
 from pathlib import Path
 from oomph.data import prepare
 from oomph.errors import InputError
-from oomph.data.sources import Reading
+from oomph.data.sources import ReadOptions
 try:
     prepare(**json.loads(sys.argv[1]))
 except InputError as error:
@@ -200,7 +200,7 @@ def test_a_json_line_of_a_gigabyte_is_refused_or_skipped_in_bounded_memory(tmp_p
         "val_fraction": 0,
     }
     peak, said = peak_mib(**settings)
-    assert "a.jsonl:2: a line of more than 64 MiB" in said
+    assert "a.jsonl:2: " in said and "64 MiB" in said
     assert peak < 600
     peak, said = peak_mib(**settings, skip_broken=True)
     assert peak < 600

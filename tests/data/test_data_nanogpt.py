@@ -14,7 +14,7 @@ from data_helpers import token_files, write_jsonl
 from oomph.data import check, info, prepare, read_manifest
 from oomph.data.manifest import read_meta_pickle
 from oomph.data.pieces import in_val
-from oomph.errors import InputError
+from refusals import refused
 
 
 def test_documents_are_written_as_the_openwebtext_recipe_writes_them(
@@ -43,9 +43,7 @@ def test_a_single_text_is_written_as_the_shakespeare_recipe_writes_it(
     assert token_files(tmp_path / "out") == tuple(np.array(ids, dtype=np.uint16).tobytes() for ids in wanted)
 
 
-def test_characters_and_their_meta_pkl_are_those_of_the_shakespeare_char_recipe(
-    tmp_path: Path, documents: list[str]
-) -> None:
+def test_characters_and_meta_pkl_match_nanogpts_shakespeare_char(tmp_path: Path, documents: list[str]) -> None:
     text = "\n".join(documents)
     (tmp_path / "input.txt").write_bytes(text.encode())
     prepare([str(tmp_path / "input.txt")], tmp_path / "out", tokenizer="chars")
@@ -63,7 +61,7 @@ def test_our_meta_pkl_is_read_without_running_anything(tmp_path: Path) -> None:
     prepare([str(tmp_path / "input.txt")], tmp_path / "out", tokenizer="chars")
     assert read_meta_pickle(tmp_path / "out" / "meta.pkl")["stoi"]["h"] == 4
     (tmp_path / "evil.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(InputError, match="not plain data"):
+    with refused("evil.pkl"):
         read_meta_pickle(tmp_path / "evil.pkl")
 
 
@@ -78,9 +76,9 @@ def test_a_set_that_nanogpt_made_can_be_looked_at_and_checked(tmp_path: Path) ->
     )
     assert check(tmp_path).failures == []
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 999, "stoi": {}, "itos": {}}))
-    assert check(tmp_path).failures == [
-        f"{name}.bin: id 999 is not below the vocabulary's 999" for name in ("train", "val")
-    ]
+    failures = check(tmp_path).failures
+    assert [line.partition(":")[0] for line in failures] == ["train.bin", "val.bin"]
+    assert all("999" in line for line in failures)
 
 
 def test_many_documents_of_characters_have_an_end_of_text_between_them(tmp_path: Path) -> None:
@@ -116,7 +114,7 @@ def test_a_character_that_a_given_vocabulary_lacks_is_named(tmp_path: Path, work
     (tmp_path / "a.txt").write_text("abc")
     prepare([str(tmp_path / "a.txt")], tmp_path / "one", tokenizer="chars")
     (tmp_path / "b.txt").write_text("abc é")
-    with pytest.raises(InputError, match=r"not in it; found ' ' \(U\+0020\), 'é' \(U\+00E9\)"):
+    with refused("meta.pkl", found="' ' (U+0020), 'é' (U+00E9)"):
         vocabulary = str(tmp_path / "one" / "meta.pkl")
         prepare([str(tmp_path / "b.txt")], tmp_path / "two", tokenizer=vocabulary, workers=workers)
     assert not (tmp_path / "two" / "train.bin").exists()
@@ -125,7 +123,7 @@ def test_a_character_that_a_given_vocabulary_lacks_is_named(tmp_path: Path, work
 def test_a_meta_pkl_without_characters_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 257}))
     (tmp_path / "a.txt").write_text("abc")
-    with pytest.raises(InputError, match="no vocabulary of characters; found no itos"):
+    with refused("meta.pkl", found="no itos"):
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer=str(tmp_path / "meta.pkl"))
 
 
@@ -144,7 +142,8 @@ def test_info_says_which_file_of_a_set_is_gone_or_cut(tmp_path: Path) -> None:
     (tmp_path / "out" / "train.bin").write_bytes(b"12")
     facts = info(tmp_path / "out")
     assert facts["state"] == "damaged"
-    assert facts["damage"] == ["train.bin has 2 bytes, 360 were written", "val.bin is missing"]
+    damaged, missing = facts["damage"]
+    assert damaged.startswith("train.bin has 2 bytes") and "360" in damaged and missing.startswith("val.bin")
 
 
 def test_a_source_written_again_is_refused_with_both_moments(tmp_path: Path) -> None:
@@ -153,7 +152,5 @@ def test_a_source_written_again_is_refused_with_both_moments(tmp_path: Path) -> 
     os.utime(source, ns=(0, 1_700_000_000 * 10**9))
     prepare([str(source)], tmp_path / "out", tokenizer="bytes")
     os.utime(source, ns=(0, 1_700_000_060 * 10**9))
-    with pytest.raises(
-        InputError, match=r"written 2023-11-14 22:13:20\.0+ UTC before, 2023-11-14 22:14:20\.0+ UTC now"
-    ):
+    with refused(found="22:13:20.000000 UTC before, 2023-11-14 22:14:20.000000 UTC now"):
         prepare([str(source)], tmp_path / "out", tokenizer="bytes")

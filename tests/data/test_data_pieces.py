@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oomph.data.formats import TextSource
 from oomph.data.pieces import TextPart, cut_place, decode, in_val, whole
-from oomph.data.text import TextSource
 
 TEXTS = st.text(st.sampled_from("ab1'sd \n\t.,é日\u3000\u00a0🙂"), min_size=2, max_size=200)
 
@@ -78,12 +78,12 @@ def test_half_a_surrogate_pair_is_replaced() -> None:
     block=st.integers(16, 64),
 )
 @settings(max_examples=200, deadline=None)
-def test_documents_between_separators_are_those_of_a_plain_split_whatever_the_block(
+def test_separated_documents_do_not_depend_on_the_chunk_size(
     tmp_path_factory: Any, parts: list[str], separator: str, block: int
 ) -> None:
     import pytest
 
-    from oomph.data import text as module
+    from oomph.data import formats as module
     from oomph.data.streams import FileStream
 
     path: Path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -91,8 +91,8 @@ def test_documents_between_separators_are_those_of_a_plain_split_whatever_the_bl
     path.write_bytes(content.encode())
     source = TextSource("text", {}, None, lambda at: FileStream(path, at), separator.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK_BYTES", block)
-        pieces = [piece for b in source.blocks({}, 0.5) for part in b.parts for piece in part.pieces(0.5)]
+        patch.setattr(module, "CHUNK_BYTES", block)
+        pieces = [piece for b in source.chunks({}, 0.5) for part in b.parts for piece in part.pieces(0.5)]
     documents, current = [], ""
     for piece in pieces:
         current += piece.text  # type: ignore[union-attr]

@@ -14,8 +14,9 @@ from data_helpers import token_files, write_jsonl
 
 from oomph.data import check, prepare, read_manifest
 from oomph.data.pieces import in_val
-from oomph.data.sources import Reading
+from oomph.data.sources import ReadOptions
 from oomph.errors import InputError
+from refusals import refused
 
 
 @pytest.fixture
@@ -90,9 +91,9 @@ def test_take_gives_exactly_so_many_tokens_from_the_beginning(tmp_path: Path, so
     assert done.manifest.counts.documents <= whole.manifest.counts.documents
 
 
-def test_fewer_tokens_than_asked_for_are_said(tmp_path: Path, source: str) -> None:
+def test_fewer_tokens_than_asked_for_are_noted(tmp_path: Path, source: str) -> None:
     done = prepare([source], tmp_path / "out", tokenizer="bytes", take=10**9)
-    assert "fewer than the 1,000,000,000 asked for" in done.notes[0]
+    assert "1,000,000,000" in done.notes[0]
 
 
 def test_a_finished_set_is_recognised_and_left_alone(tmp_path: Path, source: str) -> None:
@@ -108,22 +109,22 @@ def test_a_changed_source_or_setting_is_refused_with_the_reason(
 ) -> None:
     prepare([source], tmp_path / "out", tokenizer="bytes")
     before = token_files(tmp_path / "out")
-    with pytest.raises(InputError, match=r"tokenizer was name=bytes.*is now name=chars"):
+    with refused(found="now name=chars"):
         prepare([source], tmp_path / "out", tokenizer="chars")
-    with pytest.raises(InputError, match="take was unset, is now 5"):
+    with refused(found="take was unset, is now 5"):
         prepare([source], tmp_path / "out", tokenizer="bytes", take=5)
-    with pytest.raises(InputError, match=r"split was by=hash, val_fraction=0.005, is now by=hash, val_fraction=0.5"):
+    with refused(found="val_fraction=0.005, is now by=hash, val_fraction=0.5"):
         prepare([source], tmp_path / "out", tokenizer="bytes", val_fraction=0.5)
     other = str(write_jsonl(tmp_path / "other.jsonl", documents[:3]))
-    with pytest.raises(InputError, match=r"source .*other.jsonl is new"):
+    with refused(found="other.jsonl"):
         prepare([source, other], tmp_path / "out", tokenizer="bytes")
     write_jsonl(Path(source), documents[:5])
-    with pytest.raises(InputError, match=r"source .*source.jsonl has changed: [\d,]+ bytes before, [\d,]+ now"):
+    with refused(found="source.jsonl"):
         prepare([source], tmp_path / "out", tokenizer="bytes")
     assert token_files(tmp_path / "out") == before
 
 
-def test_overwrite_makes_a_set_anew_and_leaves_nothing_of_the_old_one(tmp_path: Path, source: str) -> None:
+def test_overwrite_leaves_nothing_of_the_old_set(tmp_path: Path, source: str) -> None:
     prepare([source], tmp_path / "out", tokenizer="chars")
     prepare([source], tmp_path / "out", tokenizer="bytes", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -138,7 +139,7 @@ def test_overwrite_makes_a_set_anew_and_leaves_nothing_of_the_old_one(tmp_path: 
 def test_files_that_another_program_made_are_not_replaced_unasked(tmp_path: Path, source: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "train.bin").write_bytes(b"precious")
-    with pytest.raises(InputError, match=r"holds train.bin that oomph data did not make"):
+    with refused(found="train.bin", allowed="--overwrite"):
         prepare([source], tmp_path / "out", tokenizer="bytes")
     assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"precious"]
 
@@ -147,7 +148,7 @@ def test_a_finished_set_that_was_damaged_is_not_called_finished(tmp_path: Path, 
     prepare([source], tmp_path / "out", tokenizer="bytes")
     with (tmp_path / "out" / "val.bin").open("ab") as file:
         file.write(b"xx")
-    with pytest.raises(InputError, match=r"val.bin has [\d,]+ bytes, [\d,]+ were written"):
+    with refused(found="val.bin", allowed="--overwrite"):
         prepare([source], tmp_path / "out", tokenizer="bytes")
 
 
@@ -165,7 +166,7 @@ def test_a_vocabulary_above_65536_is_written_in_32_bits(tmp_path: Path) -> None:
     )
     assert np.fromfile(out / "train.bin", dtype="<u4").tolist() == [5, 69999, 7, 70_000]
     assert done.manifest.dtype == "uint32"
-    assert any("nanoGPT itself reads only 16-bit" in note for note in done.notes)
+    assert any("16-bit" in note for note in done.notes)
     assert (out / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 
@@ -190,13 +191,13 @@ def test_an_end_of_text_that_the_tokenizer_does_not_have_is_refused(tmp_path: Pa
     source = str(write_jsonl(tmp_path / "few.jsonl", ["some text"]))
     prepare([source], tmp_path / "trained", tokenizer="bpe:300")
     path = str(tmp_path / "trained" / "tokenizer.json")
-    with pytest.raises(InputError, match=r"did you mean <\|endoftext\|>"):
+    with refused(nearest="<|endoftext|>"):
         prepare([source], tmp_path / "out", tokenizer=path, end_of_text="<|endoftxt|>")
 
 
 @pytest.mark.parametrize("spec", ["gtp2", "bpe:8k", "bpe:10", "no/such/tokenizer.json"])
 def test_a_tokenizer_that_there_is_not_is_refused(tmp_path: Path, source: str, spec: str) -> None:
-    with pytest.raises(InputError, match="--tokenizer"):
+    with refused("--tokenizer"):
         prepare([source], tmp_path / "out", tokenizer=spec)
     assert not (tmp_path / "out").exists()
 
@@ -204,7 +205,7 @@ def test_a_tokenizer_that_there_is_not_is_refused(tmp_path: Path, source: str, s
 def test_standard_input_is_recognised_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def from_input(content: bytes) -> Any:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        return prepare(["-"], tmp_path / "out", tokenizer="bytes", reading=Reading(separator="\n"))
+        return prepare(["-"], tmp_path / "out", tokenizer="bytes", reading=ReadOptions(separator="\n"))
 
     assert not from_input(b"one\ntwo\n").already
     assert from_input(b"one\ntwo\n").already
@@ -214,12 +215,12 @@ def test_standard_input_is_recognised_by_its_content(tmp_path: Path, monkeypatch
 
 
 def test_learning_from_standard_input_is_refused_because_it_is_read_once(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="reads it twice"):
+    with refused("--tokenizer chars"):
         prepare(["-"], tmp_path / "out", tokenizer="chars")
 
 
 def test_a_split_by_tail_needs_a_single_text(tmp_path: Path, source: str) -> None:
-    with pytest.raises(InputError, match="needs one plain text file"):
+    with refused("--split tail", allowed="--split hash"):
         prepare([source], tmp_path / "out", tokenizer="bytes", split="tail")
 
 
@@ -227,7 +228,7 @@ def test_two_calls_at_once_do_not_work_on_one_set(tmp_path: Path, source: str) -
     from oomph.data.work import WorkFolder
 
     first = WorkFolder(tmp_path / "out")
-    with pytest.raises(InputError, match="another oomph data is at work"):
+    with refused("--out", allowed="another --out"):
         prepare([source], tmp_path / "out", tokenizer="bytes")
     first.close()
     assert prepare([source], tmp_path / "out", tokenizer="bytes").manifest.counts.documents

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from oomph.data import Batches, Prefetcher, find_dataset, prepare
 from oomph.data.reader import _shuffled
 from oomph.errors import InputError
+from refusals import refused
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_ranks_read_disjoint_windows_all_through_an_epoch(folder: Path) -> None:
     assert sorted(starts) == list(range(0, 10_000, 20))
 
 
-def test_half_the_batch_goes_on_with_the_same_windows(folder: Path) -> None:
+def test_half_the_batch_reads_the_same_windows(folder: Path) -> None:
     whole = Batches(folder, batch_size=8, block_size=16)
     next(whole)
     half = Batches(folder, batch_size=4, block_size=16, state=whole.state())
@@ -109,19 +110,20 @@ def test_another_seed_is_another_order(folder: Path) -> None:
 
 def test_a_state_of_other_data_or_settings_is_refused(folder: Path) -> None:
     state = Batches(folder, batch_size=8, block_size=16).state()
-    with pytest.raises(InputError, match=r"block_size differs.*16.*32[\s\S]*tokens differs"):
+    with refused(found="16", allowed="32") as problems:
         Batches(folder, "val", batch_size=8, block_size=32, state=state)
+    assert len(problems) == 2  # the block size and the number of tokens
 
 
 def test_a_file_too_short_for_a_window_or_cut_short_is_refused(folder: Path) -> None:
-    with pytest.raises(InputError, match="at least 501"):
+    with refused(allowed="at least 501"):
         Batches(folder, "val", batch_size=1, block_size=500)
     (folder / "val.bin").write_bytes(b"odd")
-    with pytest.raises(InputError, match="cut short"):
+    with refused("val.bin", found="3 bytes"):
         Batches(folder, "val", batch_size=1, block_size=1)
 
 
-def test_wrong_arguments_are_all_said_at_once(folder: Path) -> None:
+def test_all_wrong_arguments_are_reported_together(folder: Path) -> None:
     with pytest.raises(InputError) as error:
         Batches(folder, batch_size=0, block_size=4, order="sorted", rank=2, world_size=2)
     assert [problem.where for problem in error.value.problems] == ["order", "batch_size", "rank"]
@@ -133,7 +135,7 @@ def test_a_set_is_found_by_its_name_below_data_or_by_its_path(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert find_dataset("mine") == Path("data/mine")
     assert find_dataset(str(tmp_path / "data" / "mine")) == tmp_path / "data" / "mine"
-    with pytest.raises(InputError, match="did you mean mine"):
+    with refused(nearest="mine"):
         find_dataset("mien")
     assert next(Batches("mine", batch_size=2, block_size=8))[0].shape == (2, 8)
 
@@ -153,7 +155,7 @@ def test_a_reader_of_our_own_set_knows_its_checksum_and_its_32_bits(tmp_path: Pa
     assert (np.diff(x, axis=1) == 1).all()
 
 
-def test_prefetched_batches_are_the_same_and_the_state_counts_only_those_given_out(folder: Path) -> None:
+def test_prefetched_batches_and_their_state_are_the_readers(folder: Path) -> None:
     plain = Batches(folder, batch_size=4, block_size=16)
     with Prefetcher(Batches(folder, batch_size=4, block_size=16)) as prefetcher:
         for _ in range(20):

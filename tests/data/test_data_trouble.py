@@ -13,10 +13,11 @@ import pytest
 from data_helpers import write_jsonl
 
 from oomph.data import check, info, prepare
-from oomph.data.encoders import JsonEncoder
-from oomph.data.pieces import BLOCK_BYTES, cut_place
+from oomph.data.pieces import CHUNK_BYTES, cut_place
 from oomph.data.reader import Batches
+from oomph.data.tokenizer import JsonTokenizer
 from oomph.errors import InputError
+from refusals import refused
 
 
 def test_text_that_spells_a_special_token_is_text_in_every_tokenizer(tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_text_that_spells_a_special_token_is_text_in_every_tokenizer(tmp_path: P
     prepare([source], tmp_path / "json", tokenizer=str(file), val_fraction=0)
     for name in ("bpe", "json"):
         assert np.fromfile(tmp_path / name / "train.bin", dtype=np.uint16).tolist().count(0) == 3
-    encoder = JsonEncoder(file, "a", "<|endoftext|>")
+    encoder = JsonTokenizer(file, "a", "<|endoftext|>")
     sent = pickle.loads(pickle.dumps(encoder))  # as to a worker that is started anew
     assert [ids.tolist() for ids in sent.encode(["<|endoftext|>"])] == [
         ids.tolist() for ids in encoder.encode(["<|endoftext|>"])
@@ -45,11 +46,11 @@ def test_another_standard_input_is_refused_though_all_of_the_first_was_read(
         prepare(names, tmp_path / "out", tokenizer="bytes", skip_broken=skip_broken, journal_seconds=0)
 
     first = b"the first text " * 50_000  # more than a block, so that it is journaled as read
-    with pytest.raises(InputError, match="no 'text' in it"):
+    with refused("bad.jsonl:1", found="nope"):
         call(first, skip_broken=False)
     with pytest.raises(InputError, match="standard input"):
         call(b"another text " * 50_000, skip_broken=True)
-    with pytest.raises(InputError, match="longer than it was"):
+    with refused(found="standard input"):
         call(first + b"and more", skip_broken=True)
     call(first, skip_broken=True)
     assert not check(tmp_path / "out").failures
@@ -78,25 +79,26 @@ def test_check_sees_a_destroyed_meta_pkl(tmp_path: Path) -> None:
     (tmp_path / "out" / "meta.pkl").write_bytes(b"junk")
     assert [line[:8] for line in check(tmp_path / "out").failures] == ["meta.pkl"]
     (tmp_path / "out" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
-    assert check(tmp_path / "out").failures == ["meta.pkl: says 65, the vocabulary has 257"]
+    (failure,) = check(tmp_path / "out").failures
+    assert failure.startswith("meta.pkl") and "65" in failure and "257" in failure
 
 
-def test_a_text_of_one_character_has_no_training_split_and_that_is_said(tmp_path: Path) -> None:
+def test_an_empty_training_split_is_noted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     done = prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer="bytes")
-    assert done.notes == ["the training split is empty: lower --val_fraction, or give more text"]
+    assert [note.startswith("the training split") for note in done.notes] == [True]
 
 
 def test_a_state_that_is_refused_moves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc " * 50)
     prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer="bytes")
     batches = Batches(tmp_path / "out", batch_size=2, block_size=4)
-    with pytest.raises(InputError, match="seed differs"):
+    with refused(found="4"):
         batches.load_state({**batches.state(), "seed": 4, "position": 630})
     assert batches.position == 0
 
 
-def test_sizes_that_are_none_are_all_said(tmp_path: Path) -> None:
+def test_all_invalid_sizes_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         Batches(tmp_path, batch_size=2.5, block_size=0, world_size=0, rank=1)  # type: ignore[arg-type]
     assert [problem.where for problem in error.value.problems] == ["batch_size", "block_size", "world_size", "rank"]
@@ -104,21 +106,21 @@ def test_sizes_that_are_none_are_all_said(tmp_path: Path) -> None:
 
 def test_a_named_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="not a file; allowed: - to read a pipe"):
+    with refused("pipe", allowed="- to read a pipe"):
         prepare([str(tmp_path / "pipe")], tmp_path / "out", tokenizer="bytes")
 
 
 @pytest.mark.parametrize("names", [[""], ["hf:"]])
 def test_a_source_or_a_folder_without_a_name_is_refused(tmp_path: Path, names: list[str]) -> None:
-    with pytest.raises(InputError, match="names nothing"):
+    with refused("SOURCE"):
         prepare(names, tmp_path / "out", tokenizer="bytes")
-    with pytest.raises(InputError, match="names no folder"):
+    with refused("--out"):
         prepare(["-"], "", tokenizer="bytes")
 
 
 @pytest.mark.parametrize("blank", [b" ", b"\n", b" \n", b"\n "])
 def test_white_space_alone_is_cut_at_the_end_of_a_block(blank: bytes) -> None:
-    data = blank * (BLOCK_BYTES // len(blank))
+    data = blank * (CHUNK_BYTES // len(blank))
     assert cut_place(data, len(data)) == len(data)
     assert cut_place(b"word" + data[4:], len(data)) == len(data)  # the only better place is beyond the half
 
@@ -128,7 +130,7 @@ def test_a_row_of_the_hub_that_is_no_text_is_named_or_skipped(tmp_path: Path) ->
     (tmp_path / "set" / "x.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
     (tmp_path / "numbers").mkdir()
     (tmp_path / "numbers" / "x.jsonl").write_text('{"text": 4}\n{"text": 5}\n')
-    with pytest.raises(InputError, match=r"numbers, row 1: no text under 'text'; found int"):
+    with refused("numbers, row 1", found="int"):
         prepare([f"hf:{tmp_path / 'numbers'}"], tmp_path / "out", tokenizer="bytes")
     both = [f"hf:{tmp_path / 'set'}", f"hf:{tmp_path / 'numbers'}"]
     done = prepare(both, tmp_path / "out", tokenizer="bytes", skip_broken=True, overwrite=True)

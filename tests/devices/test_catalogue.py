@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from oomph.devices import Device, all_devices
-from oomph.devices.catalogue import parse
 from oomph.devices.device import RATES, context_by_rule, usable_by_rule
+from oomph.devices.lookup import parse
 
 DEVICES = all_devices()
 

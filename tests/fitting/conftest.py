@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from oomph.fitting import Fit, fit
+from oomph.fitting.fit import fit
+from oomph.fitting.result import Fit
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "fineweb_124m.py"
 

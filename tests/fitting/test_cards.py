@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 import oomph
 from oomph import devices
-from oomph.fitting import fit
 from oomph.fitting.cards import CardOption, Cards, which_cards
-from oomph.report.fit_markdown import cards_to_markdown
-from oomph.report.fit_summary import card_rows, is_yes
+from oomph.fitting.fit import fit
+from oomph.report.document import Table, Text
+from oomph.report.fit import THIN, cards_document
+from oomph.report.markdown import to_markdown
 
 RUN = {
     "n_layer": 4, "n_head": 4, "n_embd": 256, "block_size": 512, "vocab_size": 50304, "batch_size": 8,
@@ -36,7 +39,7 @@ def test_a_card_on_which_only_another_program_fits_would_do_and_says_which() -> 
     assert option.patched or option.plan.config.trainer == "oomph"
     assert option.plan.memory.total_mib <= device.usable_mib
     assert option.to_dict()["changes"] == option.changes
-    assert "oomph" in cards_to_markdown(found) or "patched" in cards_to_markdown(found)
+    assert re.search(r"\| (oomph|patched) \|", to_markdown(cards_document(found)))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.97, 1.05])
@@ -48,7 +51,7 @@ def test_a_card_is_in_time_where_fit_calls_it_in_time(share: float) -> None:
     found = by_name(which_cards(RUN, hours=hours, cards=cards))
     for device in cards:
         option = found[device.name]
-        assert (bool(option.plan.memory.fits) and option.in_time) == is_yes(fit(RUN, device, hours=hours))
+        assert (bool(option.plan.memory.fits) and option.in_time) == fit(RUN, device, hours=hours).is_yes
 
 
 def test_the_answer_for_a_card_does_not_depend_on_the_cards_beside_it() -> None:
@@ -86,7 +89,7 @@ def only_just() -> tuple[dict[str, int], devices.Device]:
 def test_a_card_on_which_the_leanest_setting_alone_fits_would_do_as_fit_says() -> None:
     run, tight = only_just()
     found = which_cards(run, cards=[tight])
-    assert is_yes(fit(run, tight))
+    assert fit(run, tight).is_yes
     assert found.fitting
     assert "only just" in found.verdict
 
@@ -106,5 +109,6 @@ def test_a_margin_that_a_prediction_may_miss_by_is_said_of_the_smallest_card() -
     assert found.to_dict()["cards"][0]["high_mib"] > tight.usable_mib
     assert "miss" not in which_cards(RUN, cards=[roomy]).verdict
     both = which_cards(RUN, cards=[tight, roomy])
-    assert [row[4].endswith("*") for row in card_rows(both, every=True)] == [True, False]
-    assert "less than the prediction may miss" in cards_to_markdown(both)
+    table = next(part for part in cards_document(both).parts if isinstance(part, Table))
+    assert [row.cells[4].endswith("*") for _, rows in table.groups for row in rows] == [True, False]
+    assert f"{THIN}." in [part.text for part in cards_document(both).parts if isinstance(part, Text)]

@@ -9,13 +9,11 @@ import oomph
 from oomph import config as configs
 from oomph import devices
 from oomph.devices import find
-from oomph.fitting import Fit, Option, fit
-from oomph.fitting.answer import WORTH_A_CHANGE
 from oomph.fitting.cards import which_cards
-from oomph.fitting.result import KINDS
-from oomph.fitting.rows import different_rows
-from oomph.fitting.space import ladders, programs
-from oomph.step import gpt
+from oomph.fitting.fit import WORTH_A_CHANGE, fit
+from oomph.fitting.result import KINDS, Fit, Option
+from oomph.fitting.space import changes_between, different_rows, ladders, programs
+from oomph.step import build as steps
 
 HISTORY = {
     "n_layer": 12, "n_head": 12, "block_size": 1024, "batch_size": 16, "gradient_accumulation_steps": 32,
@@ -264,10 +262,17 @@ def test_an_effective_batch_with_a_large_prime_in_it_asks_for_no_endless_simulat
     chunked = [ladder.config for ladder in ladders(program["oomph"]) if ladder.config.loss_chunk]
     largest = max(chunked, key=lambda config: config.batch_size * config.block_size // (config.loss_chunk or 1))
     assert largest.batch_size == 16 * 1_000_003
-    assert sum(len(section.ops) for section in gpt.build(largest).sections) < 1000
+    assert sum(len(section.ops) for section in steps.build(largest).sections) < 1000
 
 
 def test_without_a_model_the_cards_are_told_for_the_default_one_and_the_answer_says_so() -> None:
     cards = [oomph.find_gpu("RTX 3090")]
     assert "nanoGPT's default: 12 layers × 768" in which_cards(None, cards=cards, tokens=1e9).verdict
     assert "default" not in which_cards(SMALL_RUN, cards=cards).verdict
+
+
+def test_keys_that_follow_from_width_and_heads_are_no_changes_of_their_own() -> None:
+    before, after = (oomph.plan({"n_head": heads, "n_embd": 64 * heads}, "RTX 4070").config for heads in (6, 12))
+    assert changes_between(before, after) == {"n_head": 12, "n_embd": 768}
+    grouped = oomph.plan({"n_head": 12, "n_embd": 768, "num_key_value_heads": 3}, "RTX 4070").config
+    assert changes_between(after, grouped) == {"num_key_value_heads": 3}

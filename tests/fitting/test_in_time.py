@@ -5,13 +5,11 @@ from __future__ import annotations
 import oomph
 from oomph import config as configs
 from oomph import devices
-from oomph.fitting import fit
 from oomph.fitting.cards import which_cards
-from oomph.fitting.largest import Limits, Sizer
+from oomph.fitting.fit import fit
+from oomph.fitting.grow import DepthAndWidth, Limits, Sizer
 from oomph.fitting.search import Searcher
-from oomph.fitting.shapes import Shape
 from oomph.fitting.space import batches
-from oomph.report.fit_summary import is_yes
 
 RUN = {
     "n_layer": 3, "n_head": 4, "n_embd": 256, "block_size": 256, "vocab_size": 8192, "batch_size": 32,
@@ -35,7 +33,7 @@ def test_a_setting_in_time_is_found_where_the_fastest_step_makes_too_long_a_run(
     hours = 1.01 * fewest_hours()
     assert hours_of(32, 1) > 2 * hours
     found = fit(RUN, CARD, hours=hours)
-    assert is_yes(found)
+    assert found.is_yes
     assert found.verdict.startswith("Yes")
     assert found.chosen is not None
     assert found.chosen.hours is not None
@@ -51,7 +49,7 @@ def test_a_card_is_in_time_where_a_smaller_micro_batch_makes_the_run_short_enoug
 def test_a_model_will_do_where_a_smaller_micro_batch_makes_the_run_short_enough() -> None:
     limits = Limits(hours=1.01 * fewest_hours(), tokens=None)
     sizer = Sizer(configs.as_loaded(RUN), Searcher(CARD), limits, proposing=False, tell=lambda _: None)
-    assert sizer.will_do(Shape(3, 256))
+    assert sizer.will_do(DepthAndWidth(3, 256))
 
 
 def test_nothing_is_called_in_time_that_takes_longer() -> None:

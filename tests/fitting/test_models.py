@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 import oomph
 from oomph import config as configs
 from oomph import devices
-from oomph.fitting import Fit, fit, shapes
-from oomph.fitting.largest import Limits, Sizer
+from oomph.fitting import grow
+from oomph.fitting.fit import fit
+from oomph.fitting.grow import DepthAndWidth, Limits, Sizer
+from oomph.fitting.result import Fit
 from oomph.fitting.search import Searcher
-from oomph.fitting.shapes import Shape
-from oomph.report.fit_markdown import fit_to_markdown
-from oomph.report.fit_summary import summarise_fit
+from oomph.report.fit import document
+from oomph.report.markdown import to_markdown
 
 HISTORY = {
     "n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "batch_size": 16,
@@ -31,19 +32,20 @@ def grown() -> Fit:
 
 
 def test_the_gpt_2_family_lies_on_the_line_of_usual_depths() -> None:
-    assert [shapes.usual_depth(width) for width in (768, 1024, 1280)] == [12, 24, 36]
+    assert [grow.usual_depth(width) for width in (768, 1024, 1280)] == [12, 24, 36]
 
 
 @pytest.mark.parametrize(
     ("width", "rate"), [(768, 6e-4), (1024, 3e-4), (1536, 2.5e-4), (2048, 2e-4), (4096, 1.2e-4), (9999, 1.2e-4)]
 )
 def test_learning_rates_are_gpt_3s_at_its_widths(width: int, rate: float) -> None:
-    assert shapes.learning_rate(Shape(24, width)) == rate
+    assert grow.learning_rate(width, DepthAndWidth(24, width).block_parameters) == rate
 
 
 @given(st.integers(1, 60), st.integers(2, 63))
 def test_a_wider_model_never_gets_a_higher_learning_rate(layers: int, heads: int) -> None:
-    narrow, wide = (shapes.learning_rate(Shape(layers, 64 * count)) for count in (heads, heads + 1))
+    sizes = (DepthAndWidth(layers, 64 * count) for count in (heads, heads + 1))
+    narrow, wide = (grow.learning_rate(shape.n_embd, shape.block_parameters) for shape in sizes)
     if 64 * heads >= 768 or 64 * (heads + 1) < 768:
         assert wide <= narrow
     assert 1e-5 < wide < 3e-3
@@ -51,17 +53,17 @@ def test_a_wider_model_never_gets_a_higher_learning_rate(layers: int, heads: int
 
 @given(st.floats(1e6, 1e12), st.sampled_from([64, 256, 1024, 2048]))
 def test_a_batch_is_a_power_of_two_of_at_most_half_a_million_tokens(tokens: float, block: int) -> None:
-    sequences = shapes.batch_sequences(tokens, block)
+    sequences = grow.batch_sequences(tokens, block)
     assert sequences & (sequences - 1) == 0
-    assert sequences == 1 or sequences * block <= min(shapes.BATCH_TOKENS, tokens / shapes.FEWEST_STEPS)
+    assert sequences == 1 or sequences * block <= min(grow.BATCH_TOKENS, tokens / grow.FEWEST_STEPS)
 
 
 def test_a_ladder_grows_and_has_heads_of_64() -> None:
-    ladder = shapes.ladder(50304)
+    ladder = grow.proportioned(50304)
     sizes = [shape.block_parameters + 50304 * shape.n_embd for shape in ladder]
     assert sizes == sorted(sizes)
     assert all(shape.n_embd == 64 * shape.n_head for shape in ladder)
-    assert {Shape(12, 768), Shape(24, 1024), Shape(36, 1280)} <= set(ladder)
+    assert {DepthAndWidth(12, 768), DepthAndWidth(24, 1024), DepthAndWidth(36, 1280)} <= set(ladder)
 
 
 @pytest.mark.parametrize("hours", [None, 0.01])
@@ -71,7 +73,7 @@ def test_the_deepest_model_is_that_of_trying_every_depth(hours: float | None) ->
         "gradient_accumulation_steps": 1, "max_iters": 1000,
     }  # fmt: skip
     searcher = Searcher(devices.custom("small", mib=700, tflops=5.0, gbs=100.0, watts=None))
-    sizes = [Shape(layers, 128) for layers in range(1, 30)]
+    sizes = [DepthAndWidth(layers, 128) for layers in range(1, 30)]
     sizers = [
         Sizer(configs.as_loaded(config), searcher, Limits(hours, None), proposing=False, tell=lambda _: None)
         for _ in range(2)
@@ -149,7 +151,7 @@ def test_a_proposal_keeps_the_batch_that_was_given_and_has_the_tokens_asked_for(
     config, data = found.chosen.plan.config, found.chosen.plan.data
     assert {key: getattr(config, key) for key in given} == given
     assert 1e9 <= data.total_tokens < 1e9 + data.tokens_per_step
-    assert data.tokens_per_step <= shapes.BATCH_TOKENS
+    assert data.tokens_per_step <= grow.BATCH_TOKENS
     assert data.tokens_per_param >= 20
     assert config.lr_decay_iters == config.max_iters
     assert any("1.000 B, as asked" in sentence for sentence in found.why)
@@ -224,7 +226,7 @@ def test_the_largest_model_is_looked_for_not_compiled_and_with_expandable_segmen
     assert not free[1].config.compile
     assert all(plan.config.expandable_segments for plan in free)
     assert grown.verdict.endswith(", with expandable_segments = True")
-    assert "1 × 512, not compiled, expandable segments" in fit_to_markdown(summarise_fit(grown))
+    assert "1 × 512, not compiled, expandable segments" in to_markdown(document(grown))
 
 
 def test_no_setting_that_keeps_the_training_lets_a_wider_model_pass() -> None:
@@ -233,9 +235,9 @@ def test_no_setting_that_keeps_the_training_lets_a_wider_model_pass() -> None:
     sequences = {"batch_size": 4, "gradient_accumulation_steps": 2}
     loaded = configs.as_loaded(config | sequences)
     sizer = Sizer(loaded, Searcher(small), Limits(None, None), proposing=False, tell=lambda _: None)
-    widest = sizer.last([Shape(2, 64 * heads) for heads in range(1, 40)])
+    widest = sizer.last([DepthAndWidth(2, 64 * heads) for heads in range(1, 40)])
     assert widest is not None
-    wider = (Shape(2, widest.n_embd + 64 * more).changes() for more in (1, 2, 3))
+    wider = (DepthAndWidth(2, widest.n_embd + 64 * more).changes() for more in (1, 2, 3))
     for shape, size, compiled, segments in itertools.product(wider, (1, 2, 4, 8), (True, False), (True, False)):
         setting = {"batch_size": size, "gradient_accumulation_steps": 8 // size}
         setting |= {"compile": compiled, "expandable_segments": segments}
@@ -257,4 +259,4 @@ def test_the_largest_is_called_the_largest_only_of_its_proportions() -> None:
     assert found.verdict.startswith("The largest model in GPT-2's proportions")
     most = max(found.options, key=lambda option: option.plan.model.params_nanogpt)
     assert most is found.chosen or any("more parameters, in other proportions" in sentence for sentence in found.why)
-    assert "1 layers" not in fit_to_markdown(summarise_fit(found))
+    assert "1 layers" not in to_markdown(document(found))

@@ -13,10 +13,10 @@ import oomph
 from oomph import config as configs
 from oomph import devices
 from oomph.config import TrainConfig
-from oomph.fitting import fit
 from oomph.fitting.estimate import Estimator, slack_of
+from oomph.fitting.fit import fit
 from oomph.fitting.search import LAST_RISE, OPTIMISM, Searcher, boundary
-from oomph.fitting.space import Ladder, Program, batches, divisors, ladders, programs
+from oomph.fitting.space import Ladder, TrainingProgram, batches, divisors, ladders, programs
 
 SMALL = {
     "n_layer": 4, "n_head": 2, "n_embd": 128, "block_size": 512, "vocab_size": 8192, "batch_size": 3,
@@ -45,7 +45,7 @@ def runs(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-def candidates(program: Program) -> Iterator[TrainConfig]:
+def candidates(program: TrainingProgram) -> Iterator[TrainConfig]:
     """Every setting of a program, one by one."""
     for ladder in ladders(program):
         for rung in range(len(ladder.counts)):

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 import oomph
 from oomph.errors import InputError
-from oomph.fitting import Fit, comments, fit
-from oomph.fitting.edit import set_key
+from oomph.fitting.edit import correct, set_key
+from oomph.fitting.fit import fit
+from oomph.fitting.result import Fit, Option
+from oomph.fitting.space import changes_between, with_changes
 from oomph.fitting.write import check_target, write_config
 
 OLD = {"batch_size": 16, "gradient_accumulation_steps": 32, "block_size": 1024}
@@ -213,17 +215,17 @@ def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(run_d: Fit
     ],
 )
 def test_a_comment_that_states_the_old_product_states_the_new_one(comment: str, corrected: str) -> None:
-    assert comments.correct(comment, OLD, NEW) == corrected
+    assert correct(comment, OLD, NEW) == corrected
 
 
 def test_a_product_that_becomes_another_number_gets_it() -> None:
-    assert comments.correct("# 16 * 32 * 1024 = 524_288", OLD, OLD | {"batch_size": 8}) == "# 8 * 32 * 1024 = 262_144"
-    assert comments.correct("# 16 * 32 * 1024 = 0.5M", OLD, OLD | {"batch_size": 8}) == "# 8 * 32 * 1024 = 0.26M"
+    assert correct("# 16 * 32 * 1024 = 524_288", OLD, OLD | {"batch_size": 8}) == "# 8 * 32 * 1024 = 262_144"
+    assert correct("# 16 * 32 * 1024 = 0.5M", OLD, OLD | {"batch_size": 8}) == "# 8 * 32 * 1024 = 0.26M"
 
 
 @given(st.text(max_size=200))
 def test_a_comment_is_never_changed_where_no_value_changes(comment: str) -> None:
-    assert comments.correct(comment, OLD, OLD) == comment
+    assert correct(comment, OLD, OLD) == comment
 
 
 @given(st.integers(1, 10**6), st.booleans(), st.sampled_from(["", "  # why", "    # é × ü"]))
@@ -306,7 +308,7 @@ def test_a_comment_that_was_not_true_before_is_left_alone() -> None:
     stale = "# 12 batch size * 1024 block size * 5 gradaccum * 8 GPUs = 491,520"
     old = {"batch_size": 16, "gradient_accumulation_steps": 40, "block_size": 1024}
     new = old | {"batch_size": 10, "gradient_accumulation_steps": 64}
-    assert comments.correct(stale, old, new) == stale
+    assert correct(stale, old, new) == stale
 
 
 def test_a_file_that_is_there_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -326,3 +328,46 @@ def test_a_link_stays_one_and_the_file_behind_it_keeps_its_permissions(run_d: Fi
     assert link.is_symlink()
     assert "# mine" not in real.read_text()
     assert real.stat().st_mode & 0o777 == 0o600
+
+
+LARGER = {"n_layer": 27, "n_head": 19, "n_embd": 1216}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("heads_first.py", "n_layer = 12\nn_head = 12\nn_embd = 768\n"),
+        ("width_first.py", "n_embd = 384\nn_head = 6\nn_layer = 6\n"),
+        ("derived.py", "n_head = 6\nn_embd = 64 * n_head\nn_layer = n_head\n"),
+        ("variable.py", "d = 6\nn_head = d\nn_embd = 64 * d\nn_layer = d\n"),
+        ("heads_alone.py", "n_head = 6\n"),
+        ("nothing.py", "# all as nanoGPT has it\n"),
+        ("run.toml", "n_head = 5\nn_embd = 320\nn_layer = 6\n"),
+    ],
+)
+def test_a_larger_model_is_written_whichever_way_the_file_sets_width_and_heads(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    source, target = tmp_path / name, tmp_path / f"larger{Path(name).suffix}"
+    source.write_text(text)
+    loaded = oomph.load_config([source])
+    now = oomph.plan(loaded, "RTX 4070")
+    for shape in (LARGER, {"n_layer": 61}, {"n_head": 38, "n_embd": 2432}):
+        wanted = oomph.plan(with_changes(loaded, shape), "RTX 4070")
+        option = Option("larger", changes_between(now.config, wanted.config), "different", wanted, 0.0, "", "")
+        write_config(target, Fit(loaded, now, (option,), 0, None, 1, "", ()), option)
+        assert oomph.plan(target, "RTX 4070").config == wanted.config
+
+
+def test_width_and_heads_that_change_together_change_where_they_stand(tmp_path: Path) -> None:
+    source = tmp_path / "run.py"
+    source.write_text("n_embd = 384  # wide\nn_head = 6  # of 64\nn_layer = 6\n")
+    found = fit(source, "RTX 4070", largest=True)
+    assert found.chosen is not None
+    config = found.chosen.plan.config
+    write_config(source, found, found.chosen)
+    assert source.read_text().splitlines()[:3] == [
+        f"n_embd = {config.n_embd}  # wide",
+        f"n_head = {config.n_head}  # of 64",
+        f"n_layer = {config.n_layer}",
+    ]

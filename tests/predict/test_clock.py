@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import oomph
 from oomph.predict.clock import predict_times
-from oomph.predict.kernels import BEST, LIKELY, WORST, Program, attention_seconds, flops_per_s, gemm_seconds
+from oomph.predict.gpu_kernels import BEST, LIKELY, WORST, KernelOptions, attention_seconds, flops_per_s, gemm_seconds
 from oomph.step.ops import Kernel, Op, Phase, Section, Step
 
 CARD = oomph.find_gpu("RTX 4070")
 CONFIG = oomph.TrainConfig(dtype="bfloat16")
-PLAIN = Program(allow_tf32=True, attention_slowdown=1.0, pads=False)
+PLAIN = KernelOptions(allow_tf32=True, attention_slowdown=1.0, pads=False)
 sizes = st.integers(1, 60000)
 
 

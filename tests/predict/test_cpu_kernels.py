@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomph.devices.rates import CpuRates, attention_scores
+from oomph.devices.cpu_rates import CpuRates, attention_scores
 from oomph.predict.cpu_kernels import KEPT_BYTES, OOMPH_KEPT_BYTES, cpu_op_seconds, stream_gbs
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from oomph.runs import Explanation, Finding, explain, read_text
-from oomph.runs.builder import Builder
-from oomph.runs.reader import give
+from oomph.runs.reading.builder import Builder
+from oomph.runs.reading.reader import override
 
 CARD = "RTX 4070"
 
@@ -12,7 +14,7 @@ CARD = "RTX 4070"
 def explained(text: str, name: str, gpu: str | None = CARD, with_fixes: bool = False, **given_keys: str) -> Explanation:
     builder = Builder(name)
     builder.run = read_text(text, name)
-    give(builder, [(key, value, f"--{key}={value}") for key, value in given_keys.items()])
+    override(builder, [(key, value, f"--{key}={value}") for key, value in given_keys.items()])
     return explain(builder.run, gpu, with_fixes=with_fixes)
 
 
@@ -26,3 +28,8 @@ def number(finding: Finding, name: str) -> float:
     value = finding.numbers[name]
     assert isinstance(value, int | float)
     return float(value)
+
+
+def figures(text: str) -> set[float]:
+    """The numbers in a text: what tests check of a sentence, so that its words may change."""
+    return {float(found.replace(",", "")) for found in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from oomph.config import TrainConfig
-from oomph.runs.losses import interpolate
-from oomph.step import params
+from oomph.runs.curves import interpolate
+from oomph.step import parameters as params
 
 NVIDIA_SMI = """\
 Sat Nov 15 10:00:00 2025

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import simulate
-from explaining import CARD, explained, get, number
+from explaining import CARD, explained, figures, get, number
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomph.config import TrainConfig, to_toml
-from oomph.planner import plan
-from oomph.predict.allocator_timeline import trace
-from oomph.runs import Explanation, explain
-from oomph.step import snapshot
+from oomph.planning.plan import plan
+from oomph.predict.allocator.replay import record
+from oomph.runs import Explanation, explain, findings
+from oomph.step.snapshot import read as snapshot
 
 # --- out of memory -----------------------------------------------------------------------------------
 
@@ -24,8 +25,9 @@ def test_1_54_gib_in_an_evaluation_are_named() -> None:
     log = simulate.text(simulate.preamble(simulate.C, simulate.RUN)) + simulate.EVALUATION_TRACEBACK
     found = get(explained(log + simulate.OOM_MESSAGES["2.5"] + "\n", "eval"), "memory.oom")
     assert found.severity == "error"
-    assert "in an evaluation" in found.title
-    assert "1.54 GiB = 8 × 1024 × 50304 × 4 bytes: the logits" in found.text
+    assert found.numbers["phase"] == "evaluation"
+    assert found.numbers["formula"] == "8 × 1024 × 50304 × 4"
+    assert "logits" in str(found.numbers["tensor"])
     assert found.numbers["tensor_bytes"] == 8 * 1024 * 50304 * 4
 
 
@@ -45,20 +47,22 @@ def test_memory_in_pieces_is_told() -> None:
         "of which 1.06 GiB is free. Including non-PyTorch memory, this process has 10.25 GiB memory in use. Of the "
         "allocated memory 6.25 GiB is allocated by PyTorch, and 3.50 GiB is reserved by PyTorch but unallocated."
     )
-    assert "expandable_segments" in get(explained(message, "pieces"), "memory.fragmented").text
+    found = get(explained(message, "pieces"), "memory.fragmented")
+    assert number(found, "unused_mib") == pytest.approx(3.5 * 1024)
+    assert "expandable_segments" in found.text  # the setting that helps
 
 
 def test_a_traceback_alone_is_explained_as_far_as_it_tells() -> None:
     found = explained(simulate.BACKWARD_TRACEBACK + simulate.OOM_MESSAGES["2.5"], "pasted")
     assert found.plan is None
-    assert "logits of GPT-2" in get(found, "memory.oom").text
+    assert "logits of GPT-2" in str(get(found, "memory.oom").numbers["tensor"])
     assert get(found, "log.incomplete").severity == "warning"
 
 
 def test_a_memory_snapshot_is_held_against_the_prediction(tmp_path: Path) -> None:
     config = TrainConfig(n_layer=2, n_head=2, n_embd=128, batch_size=4, block_size=128, gradient_accumulation_steps=2)
     planned = plan(config, CARD)
-    snapshot.write(trace(planned.steps), tmp_path / "memory.pickle")
+    snapshot.write(record(planned.steps), tmp_path / "memory.pickle")
     (tmp_path / "run.toml").write_text(to_toml(config))
     found = explain([tmp_path / "memory.pickle", tmp_path / "run.toml"], CARD, with_fixes=False)
     peak = number(get(found, "memory.snapshot"), "peak_mib")
@@ -92,12 +96,12 @@ def test_an_unknown_card_is_asked_for() -> None:
     found = explained(simulate.run_b(), "B", None)
     assert found.plan is None
     assert "--gpu" in get(found, "card.unknown").text
-    assert "nanoGPT divides by 312" in get(found, "time.mfu").text
+    assert 312 in figures(get(found, "time.mfu").text)
 
 
 def test_a_resumed_nanogpt_run_reads_its_first_batches_again() -> None:
     found = explained("Resuming training from out\n" + simulate.run_b(), "again")
-    assert "same ones again" in get(found, "data.resumed").text
+    assert get(found, "data.resumed").severity == "warning"
 
 
 def test_the_json_has_the_documented_parts(d: Explanation) -> None:
@@ -144,14 +148,13 @@ def test_a_key_that_is_given_overrules_what_the_counts_say_and_that_is_said() ->
     assert found.plan is not None
     assert found.plan.config.n_layer == 7
     contradiction = get(found, "log.contradiction")
-    assert "n_layer = 7 is taken as given" in contradiction.text
-    assert "those of 12" in contradiction.text
-    assert "log contradicts itself" not in contradiction.title
+    assert "n_layer = 7" in contradiction.text
+    assert {7, 12} <= figures(contradiction.text)
 
 
 def test_a_batch_that_is_given_against_the_printed_tokens_is_said() -> None:
     text = get(explained(simulate.run_b(), "B", batch_size="8"), "log.contradiction").text
-    assert "262,144 tokens a step, but the log prints 524,288" in text
+    assert {262_144, 524_288} <= figures(text)
 
 
 def test_the_length_of_a_run_whose_config_was_cut_off_is_not_made_up() -> None:
@@ -166,8 +169,7 @@ def test_the_length_of_a_run_whose_config_was_cut_off_is_not_made_up() -> None:
 
 def test_a_count_that_no_model_has_is_told_beside_the_configs_and_the_config_is_planned() -> None:
     found = explained(simulate.run_b().replace("40.56M", "85.00M"), "B")
-    text = get(found, "log.contradiction").text
-    assert "The config gives 40.56 M parameters, the log prints 85.00 M" in text
+    assert {40.56, 85.00} <= figures(get(found, "log.contradiction").text)
     assert found.measured.inference.missing == []
     assert found.plan is not None
     assert found.plan.config.n_embd == 384
@@ -175,9 +177,9 @@ def test_a_count_that_no_model_has_is_told_beside_the_configs_and_the_config_is_
 
 def test_an_error_without_its_log_does_not_say_when() -> None:
     alone = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.54 GiB."
-    assert get(explained(alone, "E"), "memory.oom").title == "The card ran out of memory: 1.54 GiB asked for"
+    assert figures(get(explained(alone, "E"), "memory.oom").title) == {1.54}
     after = explained(f"iter 0: loss 10.9, time 5.00ms, mfu -100.00%\n{alone}", "E")
-    assert "after step 0" in get(after, "memory.oom").title
+    assert figures(get(after, "memory.oom").title) == {0, 1.54}  # after step 0
     assert "before the first step" in get(explained(simulate.run_d(), "D"), "memory.oom").title
 
 
@@ -186,7 +188,7 @@ def test_a_given_card_that_the_error_contradicts_is_doubted() -> None:
     assert explained(text, "D", "RTX 4070").finding("card.contradiction") is None
     doubt = get(explained(text, "D", "RTX 3090"), "card.contradiction")
     assert doubt.severity == "warning"
-    assert "12 GB" in doubt.text
+    assert 12 in figures(doubt.text)  # GB
 
 
 @pytest.mark.parametrize("total_gib", ["11.72", "11.62", "11.56"])
@@ -211,7 +213,7 @@ def test_hours_left_are_the_plans_where_no_step_was_timed(d: Explanation) -> Non
 def test_a_loss_and_a_time_of_nothing_are_warned_of() -> None:
     found = get(explained("iter 0: loss 0.0000, time 0.00ms, mfu -100.00%\n", "Z"), "loss.impossible")
     assert found.severity == "warning"
-    assert "training loss and step time" in found.title
+    assert found.numbers == {"training loss": 0, "step time": 0}
 
 
 def test_an_error_and_a_config_file_are_enough_for_a_plan(tmp_path: Path) -> None:
@@ -220,3 +222,36 @@ def test_an_error_and_a_config_file_are_enough_for_a_plan(tmp_path: Path) -> Non
     found = explain([tmp_path / "error.txt", tmp_path / "run.py"], CARD, with_fixes=False)
     assert found.plan is not None
     assert (found.plan.config.batch_size, found.plan.config.n_layer) == (16, 12)
+
+
+def test_a_config_that_does_not_fit_is_told_before_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text("batch_size = 64\n")
+    found = explain(tmp_path / "run.py", CARD, with_fixes=False)
+    assert found.plan is not None
+    assert round(found.plan.memory.total_mib) in figures(get(found, "memory.fits").title)
+
+
+def test_a_restart_and_unreadable_lines_are_told_with_their_counts() -> None:
+    found = explained("iter 5: loss 3.0, time 5.00ms\niter 3: loss 3.0, time 5.00ms\niter 4: loss\n", "cut")
+    assert get(found, "log.restarted").numbers == {"times": 1}
+    assert get(found, "log.unreadable").numbers == {"lines": 1}
+
+
+def test_the_ids_of_findings_do_not_change() -> None:
+    """Scripts rely on them: add to this list, never rename."""
+    folder = Path(findings.__file__).parent
+    texts = [path.read_text() for path in folder.glob("*.py")]
+    assert {name for text in texts for name in re.findall(r'Finding\(\s*"([a-z_.]+)"', text)} == {
+        *("batch.enough", "batch.small"),
+        *("card.contradiction", "card.known", "card.larger", "card.unknown"),
+        *("data.passes", "data.resumed", "data.tokens"),
+        *("log.contradiction", "log.incomplete", "log.inferred", "log.restarted", "log.unreadable"),
+        *("loss.diverging", "loss.expected", "loss.forecast", "loss.gradients", "loss.impossible"),
+        *("loss.not_finite", "loss.now", "loss.overfitting"),
+        *("memory.compile", "memory.fits", "memory.fragmented", "memory.headroom", "memory.logits", "memory.no_help"),
+        *("memory.oom", "memory.others", "memory.peak", "memory.per_parameter", "memory.predicted", "memory.snapshot"),
+        *("model.size",),
+        *("rate.off", "rate.undecayed", "rate.usual", "rate.warm_up"),
+        *("time.bound", "time.flops", "time.left", "time.mfu", "time.micro_batch", "time.slowing", "time.stalls"),
+        *("time.step", "time.width"),
+    }

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import simulate
-from explaining import explained, get, number
+from explaining import explained, figures, get, number
 
 from oomph.config import TrainConfig
+from oomph.fitting import grow
 from oomph.runs import Explanation
 
 
@@ -34,16 +35,17 @@ def test_a_healthy_run_has_nothing_wrong() -> None:
     ]
 
 
-def test_a_loss_that_is_no_number_is_an_error_with_its_step() -> None:
+def test_a_nan_loss_is_an_error_with_its_step() -> None:
     found = get(explained(run_of([*FALLING, math.nan, math.nan], dtype="float16"), "nan"), "loss.not_finite")
-    assert (found.severity, found.numbers["step"]) == ("error", 400)
-    assert "GradScaler" in found.text
+    assert (found.severity, found.numbers) == ("error", {"step": 400, "times": 2})
+    assert "GradScaler" in found.text  # the dtype is float16
 
 
 def test_a_rising_loss_is_told() -> None:
     found = get(explained(run_of([*FALLING, *[6.5] * 60]), "up"), "loss.diverging")
     assert found.severity == "error"
-    assert "learning rate too high" in found.text
+    assert number(found, "now") == pytest.approx(6.5)
+    assert 300 < number(found, "lowest_step") < 400
 
 
 def test_overfitting_is_told_with_its_best_step() -> None:
@@ -54,7 +56,8 @@ def test_overfitting_is_told_with_its_best_step() -> None:
 
 def test_a_learning_rate_that_never_falls_is_told() -> None:
     found = get(explained(run_of(FALLING, lr_decay_iters=600000), "flat"), "rate.undecayed")
-    assert "Set lr_decay_iters = max_iters" in found.text
+    assert (found.numbers["lr_decay_iters"], found.numbers["max_iters"]) == (600000, 5000)
+    assert number(found, "final") > 0.5 * 6e-4
 
 
 @pytest.mark.parametrize(("rate", "name"), [(6e-4, "rate.usual"), (6e-3, "rate.off"), (6e-5, "rate.off")])
@@ -62,9 +65,17 @@ def test_a_learning_rate_is_held_against_the_usual_for_the_size(rate: float, nam
     get(explained(run_of(FALLING, learning_rate=rate), "rate"), name)
 
 
+@pytest.mark.parametrize("width", [384, 768, 1536])
+def test_the_usual_learning_rate_is_the_one_that_fit_proposes(width: int) -> None:
+    found = explained(run_of(FALLING, n_layer=12, n_head=12, n_embd=width), "rate")
+    rate = found.finding("rate.usual") or get(found, "rate.off")
+    assert number(rate, "usual") == grow.learning_rate(width, grow.DepthAndWidth(12, width).block_parameters)
+
+
 def test_a_small_batch_is_told() -> None:
     keys = {"batch_size": 1, "gradient_accumulation_steps": 1, "block_size": 1024}
-    assert "noisy" in get(explained(run_of(FALLING, **keys), "small"), "batch.small").text
+    found = get(explained(run_of(FALLING, **keys), "small"), "batch.small")
+    assert number(found, "tokens_per_step") == 1024 < number(found, "critical_tokens") / 16
 
 
 def test_many_passes_over_the_data_are_a_warning() -> None:
@@ -74,10 +85,11 @@ def test_many_passes_over_the_data_are_a_warning() -> None:
 
 
 def test_warm_up_compilation_and_evaluations_are_told_apart(b: Explanation) -> None:
-    text = get(b, "time.step").text
-    assert "the first step, which compiles" in text
-    assert "steps of warm-up" in text
-    assert "steps with an evaluation" in text
+    found, pace = get(b, "time.step"), b.measured.pace
+    assert pace is not None
+    assert number(found, "first_ms") > 28_000 > number(found, "step_ms")
+    assert number(found, "evaluation_ms") > number(found, "step_ms")
+    assert {round(number(found, "first_ms") / 1e3, 1), pace.warm_up_steps} <= figures(found.text)
 
 
 def test_steps_that_become_slower_are_told() -> None:
@@ -88,3 +100,20 @@ def test_steps_that_become_slower_are_told() -> None:
     )
     found = get(explained(log, "hot"), "time.slowing")
     assert number(found, "now_ms") / number(found, "before_ms") == pytest.approx(4 / 3, rel=0.02)
+
+
+def test_a_long_warm_up_is_told() -> None:
+    found = get(explained(run_of(FALLING, warmup_iters=2000), "warm"), "rate.warm_up")
+    assert found.numbers == {"warmup_iters": 2000, "steps": 5000}
+
+
+def test_exploding_gradients_are_told() -> None:
+    norms = [1.0] * 60 + [50.0]
+    lines = [f"step {n:5d} | loss: 3.000000 | norm: {norm:.4f} | dt: 100.00ms" for n, norm in enumerate(norms)]
+    found = get(explained("\n".join(lines), "wild"), "loss.gradients")
+    assert found.numbers == {"median": 1.0, "last": 50.0}
+
+
+def test_steps_that_wait_are_told() -> None:
+    log = "".join(f"iter {n}: loss 3.0, time {300 if n % 10 == 9 else 100:.2f}ms, mfu 30.00%\n" for n in range(20, 220))
+    assert number(get(explained(log, "stalls"), "time.stalls"), "share") == pytest.approx(0.1, abs=0.01)

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomph.runs.forecast import (
-    FARTHEST,
-    HOFFMANN,
-    effective_tokens,
-    expect,
-    fit,
-    forecast,
-    perplexity,
-    usual_learning_rate,
-)
+from oomph.runs.curves import FARTHEST, fit_power_law, forecast, perplexity
+from oomph.runs.findings.training import HOFFMANN, effective_tokens, expected_loss
 
 Points = list[tuple[float, float]]
 
@@ -69,8 +61,8 @@ def test_nothing_is_said_past_twice_the_data() -> None:
 
 
 def test_too_few_points_or_a_rising_curve_give_no_forecast() -> None:
-    assert fit([(500.0, 5.5), (1000.0, 4.5)]) is None
-    assert fit([(float(s), float(s)) for s in range(1, 20)]) is None
+    assert fit_power_law([(500.0, 5.5), (1000.0, 4.5)]) is None
+    assert fit_power_law([(float(s), float(s)) for s in range(1, 20)]) is None
 
 
 @settings(deadline=None, max_examples=40)
@@ -91,10 +83,10 @@ def test_chinchillas_own_run_has_the_loss_that_its_law_says() -> None:
 
 
 def test_run_b_is_expected_near_3_4_after_2_85_passes() -> None:
-    found = expect(40.56e6, 10.486e9, 3.68e9)
+    found = expected_loss(40.56e6, 10.486e9, 3.68e9)
     assert 3.3 < found.low <= found.high < 3.5
     assert found.tokens_per_parameter == pytest.approx(258.5, abs=0.1)
-    assert 3.68e9 < found.tokens < 10.486e9
+    assert 3.68e9 < effective_tokens(10.486e9, 3.68e9) < 10.486e9
 
 
 @given(st.floats(1e6, 1e12), st.floats(1e6, 1e12))
@@ -102,8 +94,3 @@ def test_repeated_tokens_are_worth_less_and_never_nothing(tokens: float, dataset
     worth = effective_tokens(tokens, dataset)
     assert min(tokens, dataset) <= worth * (1 + 1e-9)
     assert worth <= tokens * (1 + 1e-9)
-
-
-def test_the_usual_learning_rate_falls_with_size() -> None:
-    assert usual_learning_rate(85e6) == pytest.approx(6.9e-4, rel=0.01)
-    assert usual_learning_rate(21e6) > usual_learning_rate(1.5e9)

@@ -6,9 +6,12 @@ import pytest
 import simulate
 
 from oomph.config import TrainConfig
-from oomph.runs import infer, read_text
-from oomph.runs.allocation import asked_for, name_allocation
-from oomph.runs.oom import parse
+from oomph.predict.allocator.blocks import segment_bytes
+from oomph.runs import read_text
+from oomph.runs.findings.oom import failed_tensors
+from oomph.runs.infer import infer
+from oomph.runs.reading.oom import parse
+from oomph.units import MIB
 
 GIB = 1024.0
 
@@ -62,13 +65,13 @@ def test_the_traceback_tells_the_phase_and_the_line() -> None:
 
 def test_1_54_gib_are_the_float32_logits_of_8_sequences() -> None:
     config = TrainConfig(batch_size=8, block_size=1024, vocab_size=50304)
-    guesses = name_allocation(parse(simulate.OOM_MESSAGES["2.5"]), config)
+    guesses = failed_tensors(parse(simulate.OOM_MESSAGES["2.5"]), config)
     assert [(guess.formula, guess.bytes) for guess in guesses] == [("8 × 1024 × 50304 × 4", 1_648_361_472)]
     assert "logits" in guesses[0].name
 
 
 def test_without_a_config_the_logits_are_still_found() -> None:
-    guesses = name_allocation(parse(simulate.OOM_MESSAGES["2.5"]))
+    guesses = failed_tensors(parse(simulate.OOM_MESSAGES["2.5"]))
     assert "8192 × 50304 × 4" in [guess.formula for guess in guesses]
 
 
@@ -76,20 +79,13 @@ def test_run_d_failed_for_its_logits() -> None:
     run = read_text(simulate.run_d())
     config = infer(run).config
     assert config is not None
-    guess = name_allocation(run.ooms[0], config.config)[0]
+    guess = failed_tensors(run.ooms[0], config.config)[0]
     assert guess.formula == "16 × 1024 × 50304 × 4"
 
 
 def test_the_allocator_asks_in_its_own_sizes() -> None:
-    mib = 2**20
-    assert [asked_for(size) // mib for size in (1, mib, mib + 1, 10 * mib - 1, 10 * mib, 11 * mib)] == [
-        2,
-        2,
-        20,
-        20,
-        10,
-        12,
-    ]
+    sizes = (1, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 11 * MIB)
+    assert [segment_bytes(size) // MIB for size in sizes] == [2, 2, 20, 20, 10, 12]
 
 
 def test_endless_failures_are_counted_and_bounded() -> None:

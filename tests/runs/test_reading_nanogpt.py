@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import math
-from typing import Any
 
-import pytest
 import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomph.config import TrainConfig
-from oomph.runs import infer, pace, read, read_text, reader
-from oomph.runs.builder import Builder
-from oomph.runs.lines import LONGEST_LINE
+from oomph.runs import read, read_text
+from oomph.runs.infer import infer
+from oomph.runs.pace import step_pace
+from oomph.runs.reading.reader import LONGEST_LINE
 
 
 @st.composite
@@ -66,24 +65,13 @@ def test_a_printed_run_is_read_back_to_the_same_config_and_figures(config: Train
 
 @settings(deadline=None, max_examples=40)
 @given(configs(), st.sampled_from(("", "[rank0]: ", "2025-11-15 10:00:00,123 INFO ")), st.integers(1, 90))
-def test_lines_read_together_equal_lines_read_one_by_one(config: TrainConfig, label: str, count: int) -> None:
-    lines = [label + line for line in simulate.text(simulate.steps(config, count, 100.0)).splitlines()]
+def test_a_launchers_label_before_each_line_changes_nothing(config: TrainConfig, label: str, count: int) -> None:
+    lines = simulate.text(simulate.steps(config, count, 100.0)).splitlines()
     lines[len(lines) // 2 : len(lines) // 2] = ["iter 3: loss nan, time 1.00ms, mfu 3.00%"] * 6
-    text = "\n".join(lines)
-    together = read_text(text).to_dict()
-    alone = Builder("text")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "_SAME", 10**9)
-        reader.read_stream(alone, io.BytesIO(text.encode()), "text")
-    assert without_sums(together["steps"]) == without_sums(alone.run.to_dict()["steps"])
-    assert together["evals"] == alone.run.to_dict()["evals"]
-
-
-def without_sums(series: dict[str, Any]) -> dict[str, Any]:
-    """Sums of floats depend on the order of adding: to nine digits."""
-    for total in series["totals"].values():
-        total["sum"] = f"{total['sum']:.9g}"
-    return series
+    plain = read_text("\n".join(lines)).to_dict()
+    labelled = read_text("\n".join(label + line for line in lines)).to_dict()
+    assert plain["steps"]["count"] == sum(line.startswith("iter") for line in lines)
+    assert (labelled["steps"], labelled["evals"]) == (plain["steps"], plain["evals"])
 
 
 def test_labels_colours_windows_ends_progress_bars_and_wandb_do_not_matter() -> None:
@@ -98,7 +86,7 @@ def test_labels_colours_windows_ends_progress_bars_and_wandb_do_not_matter() -> 
         dressed.append(line)
     run, again = read_text(plain), read_text("\r\n".join(dressed) + "\r\n")
     assert again.unreadable_count == 0
-    assert without_sums(again.steps.to_dict()) == without_sums(run.steps.to_dict())
+    assert again.steps.to_dict() == run.steps.to_dict()
     assert again.evals.to_dict() == run.evals.to_dict()
     assert {k: s.value for k, s in again.settings.items()} == {k: s.value for k, s in run.settings.items()}
 
@@ -134,7 +122,7 @@ def test_no_bytes_make_it_fail(data: st.DataObject) -> None:
     stream = io.BytesIO(b"".join(pieces))
     run = read(stream)
     infer(run)
-    pace(run)
+    step_pace(run)
     run.to_dict()
 
 
@@ -142,7 +130,8 @@ def test_lines_that_cannot_be_read_are_named_with_their_numbers() -> None:
     text = "iter 0: loss 10.9, time 5.00ms, mfu 1.00%\n\niter 1: loss 10.9, ti\nnoise\niter 2: loss x, time 5.00ms\n"
     run = read_text(text, "train.log")
     assert [(entry.source, entry.line) for entry in run.unreadable] == [("train.log", 3), ("train.log", 5)]
-    assert str(run.unreadable[0]) == "train.log:3: a nanoGPT step that is not whole: 'iter 1: loss 10.9, ti'"
+    assert str(run.unreadable[0]).startswith("train.log:3: ")
+    assert run.unreadable[0].text == "iter 1: loss 10.9, ti"
 
 
 def test_a_broken_line_among_a_thousand_is_found() -> None:
@@ -166,7 +155,7 @@ def test_two_records_on_one_line_are_both_read() -> None:
     assert run.steps.column("step") == [1, 2]
 
 
-def test_a_loss_that_is_no_number_is_kept_with_its_step() -> None:
+def test_a_nan_loss_is_kept_with_its_step() -> None:
     run = read_text(
         "".join(f"iter {n}: loss {'nan' if n >= 7 else '3.5'}, time 5.00ms, mfu 1.00%\n" for n in range(12))
     )
@@ -185,7 +174,7 @@ def test_a_restart_is_noticed_and_the_later_values_count() -> None:
     second = [f"iter {n}: loss 4.0, time 5.00ms, mfu 1.00%" for n in range(50, 120)]
     run = read_text("\n".join(first + second))
     assert run.steps.backward == 1
-    assert "goes back once" in run.notes[0]
+    assert len(run.notes) == 1
     assert dict(run.steps.curve("loss"))[60] == 4.0
 
 

@@ -9,8 +9,8 @@ import torch
 from real_compiled import config, measured_rise, peaks, planned
 from torch import Tensor, nn
 
-from oomph.step.compiled import compiled
 from oomph.step.ops import Kernel, Kind
+from oomph.step.trace.compiled import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 

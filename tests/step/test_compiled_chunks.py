@@ -20,10 +20,10 @@ from oomph.config import TrainConfig
 from oomph.predict.memory import find_peak
 from oomph.step.compiled_gpt import Sizes
 from oomph.step.compiled_gpt_chunks import chunked_backward, chunked_loss
-from oomph.step.compiled_inductor import plan, register_patterns
-from oomph.step.compiled_lines import Reader
 from oomph.step.compiled_reuse import Generated
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
+from oomph.step.trace.inductor import plan, register_patterns
+from oomph.step.trace.wrapper import Reader
 from oomph.training import loss as real
 
 INPUTS = ("loss.chunk_logits", "targets")

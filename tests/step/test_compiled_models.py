@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from oomph.config.schema import TrainConfig
-from oomph.step.compiled import compiled
 from oomph.step.ops import Kernel, Kind, Phase, Step
-from oomph.step.trace import trace
+from oomph.step.trace.compiled import compiled
+from oomph.step.trace.eager import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 

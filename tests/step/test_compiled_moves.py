@@ -11,8 +11,8 @@ from test_compiled import Small
 from test_compiled_models import Attentive
 
 from oomph.step import gpt_compiled
-from oomph.step.compiled import compiled
 from oomph.step.ops import Kernel, Op, Phase, Step
+from oomph.step.trace.compiled import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from trace_gpt import Gpt
 
-from oomph.step import compiled_capture, compiled_inductor
-from oomph.step.compiled import compiled
 from oomph.step.ops import Buffer, Step
+from oomph.step.trace import capture as compiled_capture
+from oomph.step.trace import inductor as compiled_inductor
+from oomph.step.trace.compiled import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 

@@ -9,12 +9,12 @@ from trace_gpt import unfolded
 
 from oomph import devices
 from oomph.config.schema import TrainConfig
-from oomph.predict.allocator import reserve
+from oomph.predict.allocator.replay import reserve
 from oomph.predict.clock import predict_times
 from oomph.predict.memory import find_peak
-from oomph.step import gpt
-from oomph.step.gpt_eager_loss import chunks
+from oomph.step import build as steps
 from oomph.step.ops import Step
+from oomph.step.tensor.loss import chunks
 
 
 @st.composite
@@ -53,7 +53,7 @@ def test_chunks_cover_every_row_once(rows: int, chunk: int) -> None:
 @settings(max_examples=40)
 @given(chunked_configs())
 def test_a_folded_list_says_what_the_list_of_all_chunks_says(config: TrainConfig) -> None:
-    folded = [gpt.build(config, first=first) for first in (True, False)]
+    folded = [steps.build(config, first=first) for first in (True, False)]
     whole = [unfolded(step) for step in folded]
     for short, long in zip(folded, whole, strict=True):
         assert find_peak(short).allocated_bytes == find_peak(long).allocated_bytes
@@ -70,7 +70,7 @@ def test_a_folded_list_says_what_the_list_of_all_chunks_says(config: TrainConfig
 @settings(max_examples=20)
 @given(chunked_configs())
 def test_every_chunk_takes_its_time(config: TrainConfig) -> None:
-    step, card = gpt.build(config), devices.find("RTX 4070")
+    step, card = steps.build(config), devices.find("RTX 4070")
     short, long = predict_times(step, config, card), predict_times(unfolded(step), config, card)
     assert short is not None
     assert long is not None
@@ -83,7 +83,7 @@ def test_a_micro_batch_of_a_hundred_thousand_sequences_is_a_short_list() -> None
         compile=False, dtype="bfloat16", return_logits=False, optimizer_loop="fused", loss_chunk=1024,
         batch_size=100_000, n_layer=1, n_head=1, n_embd=64,
     )  # fmt: skip
-    assert sum(len(section.ops) for section in gpt.build(config).sections) < 500
+    assert sum(len(section.ops) for section in steps.build(config).sections) < 500
 
 
 def _figures(found: object) -> list[int]:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomph.config.schema import TrainConfig
-from oomph.predict.allocator import reserve
+from oomph.predict.allocator.replay import reserve
 from oomph.predict.memory import find_peak
 from oomph.step import gpt_compiled
-from oomph.step.gpt import workspaces
+from oomph.step.build import workspaces
 from oomph.step.ops import Buffer, Kind, Phase, Step
 
 MIB = 2**20

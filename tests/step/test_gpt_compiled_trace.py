@@ -17,8 +17,8 @@ from trace_gpt import Gpt
 from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak
 from oomph.step import gpt_compiled
-from oomph.step.compiled import compiled
 from oomph.step.ops import Buffer, Kernel, Kind, Phase, Step
+from oomph.step.trace.compiled import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 

@@ -12,9 +12,10 @@ from trace_gpt import movements, rounded, traced, unfolded
 
 from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak
-from oomph.step import gpt, gpt_eager
-from oomph.step.gpt_eager_ledger import Held
+from oomph.step import build as steps
+from oomph.step import loop
 from oomph.step.ops import Kind, Phase
+from oomph.step.tensor.tensor import Storage
 
 
 def config_of(**keys: object) -> TrainConfig:
@@ -124,7 +125,7 @@ def cpu_configs() -> st.SearchStrategy[TrainConfig]:
 def check_equal(config: TrainConfig, cuda: bool, first: bool) -> None:
     """Both lists begin with the same buffers and change by the same bytes at every operation."""
     rounding = 512 if cuda else 1
-    predicted = unfolded(gpt_eager.build(config, cuda=cuda, first=first, threads=torch.get_num_threads()))
+    predicted = unfolded(loop.build(config, cuda=cuda, first=first, threads=torch.get_num_threads()))
     seen = traced(config, cuda=cuda, first=first)
     assert rounded(predicted.resident, rounding) == rounded(seen.resident, rounding)
     for ours, theirs in zip(predicted.sections, seen.sections, strict=True):
@@ -173,7 +174,7 @@ def test_more_cpu_configs_agree_with_their_traces(shape: Keys, several: list[tup
 
 @given(gpu_configs(), st.booleans())
 def test_what_is_freed_was_allocated_and_lives(config: TrainConfig, first: bool) -> None:
-    step = gpt_eager.build(config, first=first)
+    step = loop.build(config, first=first)
     live = set(step.resident)
     for section in step.sections:
         for op in section.ops:
@@ -185,20 +186,20 @@ def test_what_is_freed_was_allocated_and_lives(config: TrainConfig, first: bool)
 
 @given(gpu_configs())
 def test_a_step_ends_with_what_it_began_with(config: TrainConfig) -> None:
-    step = gpt_eager.build(config)
+    step = loop.build(config)
     balance = sum(sum(movements(section)) for section in step.sections)
     assert balance == 0
 
 
 @given(gpu_configs())
 def test_a_first_step_leaves_the_optimizers_state_behind(config: TrainConfig) -> None:
-    first, later = gpt_eager.build(config, first=True), gpt_eager.build(config)
+    first, later = loop.build(config, first=True), loop.build(config)
     left = sum(rounded(first.resident)) + sum(sum(movements(section)) for section in first.sections)
     assert left == sum(rounded(later.resident))
 
 
 def test_gpt2_at_16_sequences_peaks_where_the_loss_turns_back() -> None:
-    peak = find_peak(gpt_eager.build(config_of(**GPT2)))
+    peak = find_peak(loop.build(config_of(**GPT2)))
     logits = 16 * 1024 * 50304
     assert peak.op.name == "loss.nll_loss.dx"
     assert peak.section.name == "micro-step 2"
@@ -208,29 +209,29 @@ def test_gpt2_at_16_sequences_peaks_where_the_loss_turns_back() -> None:
 
 
 def test_not_returning_the_logits_saves_them_once_at_the_peak() -> None:
-    kept = find_peak(gpt_eager.build(config_of(**GPT2))).allocated_bytes
-    dropped = find_peak(gpt_eager.build(config_of(**GPT2, return_logits=False))).allocated_bytes
+    kept = find_peak(loop.build(config_of(**GPT2))).allocated_bytes
+    dropped = find_peak(loop.build(config_of(**GPT2, return_logits=False))).allocated_bytes
     assert kept - dropped == 2 * 16 * 1024 * 50304
 
 
 def test_a_chunked_loss_holds_no_tensor_of_all_logits() -> None:
-    step = gpt_eager.build(config_of(**GPT2, return_logits=False, loss_chunk=1024))
+    step = loop.build(config_of(**GPT2, return_logits=False, loss_chunk=1024))
     largest = max(buffer.bytes for section in step.sections for op in section.ops for buffer in op.allocates)
     assert largest < 2 * 16 * 1024 * 50304
     assert find_peak(step).allocated_bytes < 9_500 * 2**20
 
 
 def test_evaluation_holds_the_training_loops_logits_too() -> None:
-    step = gpt_eager.build(config_of(**GPT2))
+    step = loop.build(config_of(**GPT2))
     evaluation = step.sections[-1]
     assert all(op.phase is Phase.EVAL for op in evaluation.ops)
-    training = sum(buffer.bytes for buffer in step.resident if buffer.name == "lm_head.out")
+    training = sum(buffer.bytes for buffer in step.resident if buffer.name == "lm_head")
     assert training == 2 * 16 * 1024 * 50304
 
 
 def test_operations_count_the_flops_of_the_usual_formula() -> None:
     config = config_of(**GPT2)
-    step = gpt.build(config)
+    step = loop.build(config)
     done = sum(
         op.flops * section.times for section in step.sections for op in section.ops if op.phase is not Phase.EVAL
     )
@@ -241,25 +242,25 @@ def test_operations_count_the_flops_of_the_usual_formula() -> None:
 
 
 def test_checkpointing_every_block_computes_them_once_more() -> None:
-    plain = gpt.build(config_of(**GPT2)).sections[1]
-    again = gpt.build(config_of(**GPT2, checkpoint_layers=12)).sections[1]
+    plain = loop.build(config_of(**GPT2)).sections[1]
+    again = loop.build(config_of(**GPT2, checkpoint_layers=12)).sections[1]
     tokens, width = 16 * 1024, 768
     products = 2 * tokens * 8 * width * width + 2 * tokens * 1025 * width  # all but the last one of the MLP
     assert sum(op.flops for op in again.ops) - sum(op.flops for op in plain.ops) == 12 * products
-    assert find_peak(gpt.build(config_of(**GPT2, checkpoint_layers=12))).allocated_bytes < 13_000 * 2**20
+    assert find_peak(loop.build(config_of(**GPT2, checkpoint_layers=12))).allocated_bytes < 13_000 * 2**20
 
 
 def test_cublas_keeps_a_workspace_for_each_of_two_threads() -> None:
-    sizes = [b.bytes for b in gpt.build(config_of()).resident if b.kind is Kind.WORKSPACE]
+    sizes = [b.bytes for b in steps.build(config_of()).resident if b.kind is Kind.WORKSPACE]
     assert sum(sizes) == 17_039_360  # measured on an A100 (erees.dev)
-    assert gpt.workspaces((9, 0)) == (32 << 20, 32 << 20)
+    assert steps.workspaces((9, 0)) == (32 << 20, 32 << 20)
 
 
 def test_a_buffer_whose_making_was_interrupted_is_let_go_in_silence() -> None:
     raised: list[object] = []
     before, sys.unraisablehook = sys.unraisablehook, raised.append
     try:
-        del_me = Held.__new__(Held)  # as Ctrl-C leaves it, between __new__ and __init__
+        del_me = Storage.__new__(Storage)  # as Ctrl-C leaves it, between __new__ and __init__
         del del_me
     finally:
         sys.unraisablehook = before

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from trace_gpt import Gpt
 
 from oomph.config.schema import TrainConfig
-from oomph.step import gpt, gpt_eager
+from oomph.step import build as steps
+from oomph.step import loop
 from oomph.step.ops import Kind
-from oomph.step.params import by_group, count_nanogpt, flops_per_token, flops_per_token_causal, parameters
+from oomph.step.parameters import by_group, count_nanogpt, flops_per_token, flops_per_token_causal, parameters
 
 RUN_A = TrainConfig(n_layer=6, n_head=6, n_embd=384, block_size=512)
 RUN_B = TrainConfig(n_layer=12, n_head=12, n_embd=384, block_size=1024)
@@ -63,7 +64,7 @@ def settled(**keys: object) -> TrainConfig:
 )
 def test_state_bytes_of_a_parameter_by_optimizer(optimizer: str, least: float, most: float) -> None:
     config = settled(optimizer=optimizer)
-    state = sum(buffer.bytes for buffer in gpt_eager.build(config).resident if buffer.kind is Kind.OPTIMIZER)
+    state = sum(buffer.bytes for buffer in loop.build(config).resident if buffer.kind is Kind.OPTIMIZER)
     assert least <= state / sum(parameter.numel for parameter in parameters(config)) <= most
 
 
@@ -71,7 +72,7 @@ def test_state_bytes_of_a_parameter_by_optimizer(optimizer: str, least: float, m
 def test_distributed_training_holds_the_gradients_twice(devices: int) -> None:
     config = settled(world_size=devices, gradient_accumulation_steps=40)
     alone, shared = (
-        [buffer.bytes for buffer in gpt.build(each).resident if buffer.kind is Kind.GRADIENTS]
+        [buffer.bytes for buffer in steps.build(each).resident if buffer.kind is Kind.GRADIENTS]
         for each in (settled(gradient_accumulation_steps=40), config)
     )
     assert alone == []

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from oomph import config as configs
-from oomph.checking.allocations import watch_allocations
+from oomph.checking.child import peak_allocated_bytes
+from oomph.checking.launch import Job
 from oomph.checking.programs import make_program
-from oomph.checking.wire import Job
 from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict.memory import find_peak
-from oomph.step import gpt
+from oomph.step import build as steps
 
 SCALAR_BYTES = 4  # the loss summed up over micro-steps: a number that the list leaves out
 CPU = Device(
@@ -55,7 +55,7 @@ def real_peak_bytes(config: TrainConfig) -> int:
 
     gc.disable()
     try:
-        return watch_allocations(train)
+        return peak_allocated_bytes(train)
     finally:
         gc.enable()
 
@@ -65,8 +65,8 @@ def real_peak_bytes(config: TrainConfig) -> int:
 def test_the_planned_peak_is_what_the_profiler_sees(keys: dict[str, object]) -> None:
     config = settled(keys)
     threads = torch.get_num_threads()
-    steps = [gpt.build(config, cuda=False, first=first, threads=threads) for first in (True, False)]
-    planned = find_peak(steps, rounding_bytes=1).allocated_bytes
+    built = [steps.build(config, cuda=False, first=first, threads=threads) for first in (True, False)]
+    planned = find_peak(built, rounding_bytes=1).allocated_bytes
     assert abs(real_peak_bytes(config) - planned) <= SCALAR_BYTES
 
 
@@ -75,14 +75,14 @@ def test_the_planned_peak_is_what_the_profiler_sees(keys: dict[str, object]) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_in_half_precision_takes_what_is_planned() -> None:
     config = settled({"compile": True, "dtype": "bfloat16", "n_embd": 128, "n_layer": 1, "vocab_size": 2000})
-    steps = [gpt.build(config, cuda=False, first=first, threads=torch.get_num_threads()) for first in (True, False)]
-    planned = find_peak(steps, rounding_bytes=1).allocated_bytes
+    built = [steps.build(config, cuda=False, first=first, threads=torch.get_num_threads()) for first in (True, False)]
+    planned = find_peak(built, rounding_bytes=1).allocated_bytes
     assert planned == pytest.approx(real_peak_bytes(config), rel=0.01)
 
 
 def test_autocast_on_a_cpu_needs_less_than_float32() -> None:
     peaks = [
-        find_peak(gpt.build(settled({"dtype": dtype, "n_embd": 96}), cuda=False), 1).allocated_bytes
+        find_peak(steps.build(settled({"dtype": dtype, "n_embd": 96}), cuda=False), 1).allocated_bytes
         for dtype in ("bfloat16", "float32")
     ]
     assert peaks[0] < peaks[1]

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.checking.allocations import watch_allocations
+from oomph.checking.child import peak_allocated_bytes
 from oomph.predict.memory import find_peak
-from oomph.step.compiled import compiled
-from oomph.step.gpt_eager_kernels import cpu_lstm_workspace_bytes
+from oomph.step.kernels import cpu_lstm_workspace_bytes
 from oomph.step.ops import Kernel, Kind, Op, Phase, Step
-from oomph.step.trace import trace
-from oomph.step.trace_flops import uncounted
+from oomph.step.trace.compiled import compiled
+from oomph.step.trace.eager import trace
+from oomph.step.trace.flops import uncounted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 IMAGES = (torch.zeros(4, 3, 16, 16), torch.zeros(4, dtype=torch.long))
@@ -109,7 +109,7 @@ def test_a_cpu_trace_of_an_lstm_is_as_high_as_what_the_profiler_sees() -> None:
     inputs = (torch.zeros(8, 64, 96),)
     step = trace(Remembering(96, 128), inputs, dtype="float32", cuda=False, accumulation=2, first=True)
     training = Step(step.resident, step.sections[2:4])
-    assert find_peak(training, rounding_bytes=1).allocated_bytes == pytest.approx(watch_allocations(real), rel=0.02)
+    assert find_peak(training, rounding_bytes=1).allocated_bytes == pytest.approx(peak_allocated_bytes(real), rel=0.02)
 
 
 class Across(nn.Module):

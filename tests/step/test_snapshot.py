@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomph.errors import InputError
-from oomph.predict.allocator import reserve
-from oomph.predict.allocator_timeline import trace
+from oomph.predict.allocator.replay import record, reserve
 from oomph.predict.memory import find_peak
-from oomph.step import snapshot
 from oomph.step.ops import Buffer, Kind, Op, Phase, Section, Step
+from oomph.step.snapshot import read as snapshot
 
 MIB = 2**20
 
@@ -47,7 +46,7 @@ def plain(path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    return snapshot.write(trace(small_step()), tmp_path / "step.pickle")
+    return snapshot.write(record(small_step()), tmp_path / "step.pickle")
 
 
 # Writing
@@ -101,13 +100,13 @@ def test_frames_name_the_buffer_and_the_operation(written: Path) -> None:
 
 
 def test_every_kind_has_a_category() -> None:
-    from oomph.step.snapshot_write import CATEGORIES
+    from oomph.step.snapshot.write import CATEGORIES
 
     assert set(CATEGORIES) == set(Kind)
 
 
 def test_a_step_that_does_not_fit_ends_with_the_failed_request(tmp_path: Path) -> None:
-    path = snapshot.write(trace(small_step(), capacity_bytes=80 * MIB), tmp_path / "oom.pickle")
+    path = snapshot.write(record(small_step(), capacity_bytes=80 * MIB), tmp_path / "oom.pickle")
     last = plain(path)["device_traces"][0][-1]
     assert (last["action"], last["size"]) == ("oom", 56 * MIB)
     assert last["device_free"] == 80 * MIB - snapshot.read(path).reserved_bytes
@@ -115,17 +114,17 @@ def test_a_step_that_does_not_fit_ends_with_the_failed_request(tmp_path: Path) -
 
 
 def test_an_old_file_is_replaced_whole_and_nothing_else_is_left(written: Path) -> None:
-    snapshot.write(trace(Step((), ())), written)
+    snapshot.write(record(Step((), ())), written)
     assert plain(written)["segments"] == []
     assert [path.name for path in written.parent.iterdir()] == [written.name]
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written"):
-        snapshot.write(trace(Step((), ())), tmp_path / "nowhere" / "x.pickle")
+        snapshot.write(record(Step((), ())), tmp_path / "nowhere" / "x.pickle")
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
-        snapshot.write(trace(Step((), ())), tmp_path / "file" / "x.pickle")
+        snapshot.write(record(Step((), ())), tmp_path / "file" / "x.pickle")
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -134,7 +133,7 @@ def test_pytorchs_own_tools_accept_it(tmp_path: Path, expandable: bool, capacity
     from torch.cuda import _memory_viz
 
     capacity = None if capacity_mib is None else capacity_mib * MIB
-    data = plain(snapshot.write(trace(small_step(), capacity, expandable), tmp_path / "step.pickle"))
+    data = plain(snapshot.write(record(small_step(), capacity, expandable), tmp_path / "step.pickle"))
     assert "total_reserved" in _memory_viz.segsum(data)
     assert "Device 0" in _memory_viz.trace(data)
     assert "snapshot.pickle" in _memory_viz.trace_plot(data)
@@ -174,7 +173,7 @@ def test_what_is_written_reads_back_with_the_same_peaks(
     tmp_path_factory: pytest.TempPathFactory, step: Step, expandable: bool
 ) -> None:
     path = tmp_path_factory.mktemp("snapshots") / "step.pickle"
-    recording = snapshot.read(snapshot.write(trace(step, None, expandable), path))
+    recording = snapshot.read(snapshot.write(record(step, None, expandable), path))
     reserved = reserve(step, None, expandable)
     assert recording.peak_bytes == find_peak(step).allocated_bytes
     assert recording.peak_reserved_bytes == reserved.peak_reserved_bytes
@@ -189,7 +188,7 @@ def test_what_is_written_reads_back_with_the_same_peaks(
 
 def test_two_steps_in_a_row_read_back_as_one_history(tmp_path: Path) -> None:
     first, later = small_step(), small_step()
-    recording = snapshot.read(snapshot.write(trace([first, later]), tmp_path / "two.pickle"))
+    recording = snapshot.read(snapshot.write(record([first, later]), tmp_path / "two.pickle"))
     reserved = reserve([first, later])
     assert recording.peak_reserved_bytes == reserved.peak_reserved_bytes
     assert recording.allocated_curve[-1] == reserved.allocated_bytes

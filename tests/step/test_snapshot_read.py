@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from oomph.errors import InputError
 from oomph.predict.memory import find_peak
-from oomph.step import snapshot
 from oomph.step.ops import Kind, Phase
+from oomph.step.snapshot import read as snapshot
 
 MIB = 2**20
 BASE = 0x7F0000000000

@@ -11,10 +11,10 @@ from trace_gpt import movements, traced
 from oomph.config.schema import TrainConfig
 from oomph.errors import InputError
 from oomph.predict.memory import find_peak
-from oomph.step import gpt_eager
-from oomph.step.gpt_eager_kernels import RANDOM_STATE_BYTES
+from oomph.step import loop
+from oomph.step.kernels import RANDOM_STATE_BYTES
 from oomph.step.ops import Kernel, Kind, Phase
-from oomph.step.trace import trace
+from oomph.step.trace.eager import trace
 
 
 class Perceptron(nn.Module):
@@ -102,6 +102,12 @@ def test_an_optimizer_that_cannot_be_traced_is_named() -> None:
         trace(Perceptron, [torch.zeros(32, 64)], optimizer="adafactor")
 
 
+def test_a_loop_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oomph.step.trace.record.MOST_CALLS", 20)
+    with pytest.raises(InputError, match=r"a loop over its tokens.*block_size"):
+        trace(Perceptron, [torch.zeros(32, 64)])
+
+
 def test_the_model_handed_in_stays_as_it_was() -> None:
     model = Perceptron()
     before = [parameter.clone() for parameter in model.parameters()]
@@ -131,7 +137,7 @@ def test_a_recorded_real_run_is_the_fake_one() -> None:
 
 def test_a_gpt2_trace_has_the_peak_of_the_arithmetic_and_its_owners() -> None:
     config = gpt2(gradient_accumulation_steps=2)
-    seen, predicted = find_peak(traced(config)), find_peak(gpt_eager.build(config))
+    seen, predicted = find_peak(traced(config)), find_peak(loop.build(config))
     assert seen.allocated_bytes == predicted.allocated_bytes
     theirs, ours = seen.by_kind(), predicted.by_kind()
     for kind in (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.HALF_WEIGHTS, Kind.LOGITS):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Buffer, Op, Section, Step
-from oomph.step.trace import trace
+from oomph.step.trace.eager import trace
 from oomph.training.loss import chunked_loss
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -37,3 +41,28 @@ def run(data: Path, tmp_path: Path) -> Train:
         return train(config, Options(**({"quiet": True, "measure": False} | (options or {}))))
 
     return go
+
+
+class SummaryWriter:
+    """Stands in for torch.utils.tensorboard's, which needs the package tensorboard: one JSON line per scalar."""
+
+    def __init__(self, log_dir: str) -> None:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        self.file = (Path(log_dir) / f"events.out.tfevents.{time.time_ns()}").open("ab", buffering=0)
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.file.write(json.dumps([tag, scalar_value, global_step]).encode() + b"\n")
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.fixture
+def tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `--tensorboard` work without the package."""
+    monkeypatch.setitem(sys.modules, "tensorboard", ModuleType("tensorboard"))
+    module: Any = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)

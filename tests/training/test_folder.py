@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from training_helpers import Train, losses
 from oomph import config as configs
 from oomph.errors import InputError
 from oomph.training import checkpoint
-from oomph.training.lock import FolderLock
+from oomph.training.folder import FolderLock
 from oomph.training.run import train
+from refusals import refused
 
 
 def steps_kept(folder: Path) -> list[int]:
@@ -47,7 +49,8 @@ def test_a_mistake_with_overwrite_leaves_the_old_run_whole(
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_overwriting_leaves_nothing_of_the_old_run_and_all_that_is_not_ours(run: Train, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("tensorboard")
+def test_overwriting_deletes_the_old_run_but_no_foreign_files(run: Train, tmp_path: Path) -> None:
     run("run", options={"tensorboard": True, "export": True}, max_iters=4, eval_interval=2)
     folder = tmp_path / "run"
     (folder / "samples").mkdir()
@@ -66,7 +69,7 @@ def test_the_log_holds_the_plan(run: Train, tmp_path: Path) -> None:
     assert "parameters: 2 layers × 16" in text and text.index("parameters: 2 layers") < text.index("step 0/1")
 
 
-def test_work_after_an_older_checkpoint_is_kept_and_what_it_replaces_goes(run: Train, tmp_path: Path) -> None:
+def test_resuming_an_older_checkpoint_replaces_the_newer_ones(run: Train, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run("run", max_iters=8, eval_interval=4)
     assert steps_kept(folder) == [4, 8]
@@ -99,23 +102,23 @@ def test_a_best_whose_process_died_before_it_could_say_so_is_the_best(run: Train
     assert best["iter_num"] == 4 and result.best_val_loss == best["best_val_loss"]
 
 
-def test_a_resumed_run_goes_on_from_what_another_process_saved_while_it_waited(
+def test_resuming_takes_a_checkpoint_saved_while_it_waited(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from oomph.training import run as run_module
 
     run("whole", max_iters=6)
     run("run", max_iters=2)
-    prepare = run_module.prepare
+    prepare = run_module.set_up
 
     def late(*arguments: Any) -> Any:
         if steps_kept(tmp_path / "run") == [2]:
             with monkeypatch.context() as patched:
-                patched.setattr(run_module, "prepare", prepare)
+                patched.setattr(run_module, "set_up", prepare)
                 run("run", options={"resume": True}, max_iters=4)
         return prepare(*arguments)
 
-    monkeypatch.setattr(run_module, "prepare", late)
+    monkeypatch.setattr(run_module, "set_up", late)
     run("run", options={"resume": True}, max_iters=6)
     assert steps_kept(tmp_path / "run") == [4, 6]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -153,7 +156,7 @@ def test_the_kept_config_says_how_to_repeat_the_run(run: Train, tmp_path: Path) 
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
 
 
-def test_what_a_killed_process_left_of_the_best_goes(run: Train, tmp_path: Path) -> None:
+def test_leftovers_of_best_pt_are_deleted(run: Train, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".best.pt.123").write_bytes(b"half")
     run("run", max_iters=1)
@@ -169,7 +172,7 @@ def test_resuming_by_another_path_to_the_same_folder_keeps_the_metrics(
     assert [step for step, _ in losses(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
-def test_a_moved_run_goes_on_in_the_folder_that_is_named(run: Train, tmp_path: Path) -> None:
+def test_a_moved_run_resumes_in_its_new_folder(run: Train, tmp_path: Path) -> None:
     run("run", max_iters=3)
     (tmp_path / "run").rename(tmp_path / "moved")
     result = train({"max_iters": 5}, resume=tmp_path / "moved", quiet=True, measure=False)
@@ -180,7 +183,7 @@ def test_a_moved_run_goes_on_in_the_folder_that_is_named(run: Train, tmp_path: P
 def test_a_resumed_run_does_not_write_into_another_runs_folder(run: Train, tmp_path: Path) -> None:
     run("run", max_iters=3)
     run("other", max_iters=3)
-    with pytest.raises(InputError, match="holds a run already"):
+    with refused("out_dir", found="step_00000003.pt"):
         run("other", options={"resume": tmp_path / "run"}, max_iters=5)
     assert run("fresh", options={"resume": tmp_path / "run"}, max_iters=5).steps == 5
     assert [step for step, _ in losses(tmp_path / "fresh")] == [3, 4]
@@ -206,7 +209,7 @@ def test_two_trainers_do_not_share_a_folder(run: Train, tmp_path: Path) -> None:
     run("run", max_iters=2)
     lock = FolderLock(tmp_path / "run")
     try:
-        with pytest.raises(InputError, match="another oomph train is writing here"):
+        with refused("out_dir", found=f"process {os.getpid()}"):
             run("run", options={"resume": True}, max_iters=4)
     finally:
         lock.release()
@@ -214,7 +217,7 @@ def test_two_trainers_do_not_share_a_folder(run: Train, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / ".lock").exists()
 
 
-def test_a_lock_file_that_nobody_holds_is_no_lock(run: Train, tmp_path: Path) -> None:
+def test_a_stale_lock_file_does_not_block(run: Train, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").write_text("1")
     assert run("run", max_iters=1).finished
@@ -259,7 +262,7 @@ def test_a_larger_accumulation_reads_every_window(run: Train, tmp_path: Path) ->
     assert content["oomph"]["micro_steps"] == 8 and content["oomph"]["data"]["position"] == 2 * 8 + 32
 
 
-def test_a_run_that_shrank_goes_on_as_small(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_its_reduced_batch(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     from oomph.training import trainer as trainer_module
 
     head, count = trainer_module.head_loss, [0]

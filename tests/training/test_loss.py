@@ -58,7 +58,7 @@ def test_compiled_it_computes_the_same_whatever_the_rows() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 40), width=st.integers(1, 9), vocab=st.integers(1, 70), chunk=st.integers(1, 50))
-def test_a_head_filled_up_for_tensor_cores_computes_the_same(rows: int, width: int, vocab: int, chunk: int) -> None:
+def test_a_padded_head_computes_the_same(rows: int, width: int, vocab: int, chunk: int) -> None:
     with torch.compiler.set_stance("force_eager"):
         held_against_eager_under_autocast(rows, width, vocab, chunk)
 

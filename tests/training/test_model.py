@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from oomph.config import TrainConfig
-from oomph.step.params import parameters
+from oomph.step.parameters import parameters
 from oomph.training.loss import head_loss
 from oomph.training.model import GPT
 from oomph.training.sample import Context

@@ -9,9 +9,8 @@ import torch
 
 from oomph.config import TrainConfig
 from oomph.errors import InputError
-from oomph.training.adamw import FusedAdamW
 from oomph.training.model import GPT
-from oomph.training.optimizer import clip_and_step, groups, make_optimizer, set_rate
+from oomph.training.optimizer import FusedAdamW, clip_and_step, groups, make_optimizer, set_learning_rate
 
 NAMES = ("adamw", "sgd", "adafactor", "muon")
 
@@ -96,7 +95,7 @@ def test_the_first_real_step_is_that_of_an_optimizer_without_rehearsal(name: str
     for rehearsed in (True, False):
         model = model_of(config)
         optimizer = make_optimizer(model, config) if rehearsed else module._make(model, config)
-        set_rate(optimizer, 1e-2)
+        set_learning_rate(optimizer, 1e-2)
         for seed in range(2):
             fill_gradients(model, seed)
             optimizer.step()

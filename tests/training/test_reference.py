@@ -13,7 +13,7 @@ from training_helpers import SMALL, Train, losses
 from oomph.config import TrainConfig
 from oomph.data.reader import Batches
 from oomph.training.model import GPT
-from oomph.training.schedule import learning_rate
+from oomph.training.optimizer import learning_rate
 
 STEPS = 20
 

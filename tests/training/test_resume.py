@@ -16,6 +16,7 @@ from training_helpers import SMALL, Train, losses, weights, write_data
 from oomph.errors import InputError
 from oomph.training import checkpoint
 from oomph.training import trainer as trainer_module
+from refusals import refused
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -159,7 +160,7 @@ def test_metrics_written_after_the_checkpoint_are_replaced(run: Train, tmp_path:
     assert [step for step, _ in losses(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_changed_key_is_said(run: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_key_is_logged(run: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run("run", max_iters=3)
     run("run", options={"resume": True, "quiet": False}, max_iters=5, learning_rate=2e-3)
     out = capsys.readouterr().out
@@ -178,20 +179,20 @@ def test_a_changed_shape_is_refused_with_both_values(run: Train, key: str) -> No
 def test_other_data_is_refused(run: Train, data: Path) -> None:
     run("run", max_iters=2)
     (data / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-200])
-    with pytest.raises(InputError, match=r"step_00000002\.pt: it was trained on other data.*3900 tokens here, 4000"):
+    with refused("step_00000002.pt", found="3900 tokens here, 4000", allowed="--weights"):
         run("run", options={"resume": True}, max_iters=4)
 
 
 def test_another_seed_or_order_is_refused_with_the_way_out(run: Train) -> None:
     run("run", max_iters=2)
-    with pytest.raises(InputError, match=r"seed cannot change.*1337 so far; found 5; allowed: 1337, or --weights"):
+    with refused(found="5", allowed="1337, or --weights"):
         run("run", options={"resume": True}, max_iters=4, seed=5)
-    with pytest.raises(InputError, match=r"--order: cannot change.*found epochs; allowed: random, or --weights"):
+    with refused("--order", found="epochs", allowed="random, or --weights"):
         run("run", options={"resume": True, "order": "epochs"}, max_iters=4)
 
 
 @pytest.mark.parametrize(("old", "new"), [("float32", "float16"), ("float16", "bfloat16")])
-def test_a_run_goes_on_in_another_precision(run: Train, tmp_path: Path, old: str, new: str) -> None:
+def test_a_run_resumes_in_another_precision(run: Train, tmp_path: Path, old: str, new: str) -> None:
     run("run", max_iters=2, dtype=old)
     run("run", options={"resume": True}, max_iters=4, dtype=new)
     assert len(losses(tmp_path / "run")) == 4
@@ -199,29 +200,29 @@ def test_a_run_goes_on_in_another_precision(run: Train, tmp_path: Path, old: str
 
 @pytest.mark.parametrize("keys", [{}, {"init_from": "resume"}], ids=str)
 @pytest.mark.parametrize("option", [{"weights": "/nowhere"}, {"overwrite": True}], ids=str)
-def test_what_begins_anew_cannot_go_with_resume(run: Train, keys: dict[str, Any], option: dict[str, Any]) -> None:
+def test_overwrite_and_weights_exclude_resume(run: Train, keys: dict[str, Any], option: dict[str, Any]) -> None:
     run("run", max_iters=2)
-    with pytest.raises(InputError, match=f"--{next(iter(option))}: cannot go with --resume"):
+    with refused(f"--{next(iter(option))}"):
         run("run", options={"resume": not keys, **option}, max_iters=4, **keys)
 
 
-def test_a_damaged_last_checkpoint_is_refused_and_the_one_before_it_can_be_named(run: Train, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_works(run: Train, tmp_path: Path) -> None:
     run("run", max_iters=4, eval_interval=2)
     older, newest = checkpoint.saved(tmp_path / "run")
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    with pytest.raises(InputError, match="checksum is wrong"):
+    with refused(".pt", allowed="--resume"):
         run("run", options={"resume": True}, max_iters=6)
     assert run("run", options={"resume": older}, max_iters=6).steps == 6
 
 
-def test_nothing_to_resume_is_said(run: Train) -> None:
-    with pytest.raises(InputError, match="nothing to resume here"):
+def test_nothing_to_resume_is_refused(run: Train) -> None:
+    with refused(found="folder"):
         run("nowhere", options={"resume": True})
 
 
-def test_a_nanogpt_checkpoint_goes_on_from_its_step(run: Train, tmp_path: Path) -> None:
+def test_a_nanogpt_checkpoint_resumes_at_its_step(run: Train, tmp_path: Path) -> None:
     run("ours", max_iters=4)
     content = checkpoint.load(checkpoint.saved(tmp_path / "ours")[-1])
     del content["oomph"]
@@ -242,7 +243,7 @@ def test_eval_only_on_a_resumed_run_trains_nothing(run: Train, tmp_path: Path) -
     assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "run").items())
 
 
-def test_a_key_that_was_a_default_is_said_too(run: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_default_is_logged_too(run: Train, capsys: pytest.CaptureFixture[str]) -> None:
     run("run", max_iters=2)
     run("run", options={"resume": True, "quiet": False}, max_iters=3, weight_decay=0.3, dtype="bfloat16")
     out = capsys.readouterr().out
@@ -268,11 +269,12 @@ def test_changed_decay_is_used_by_every_optimizer(run: Train, tmp_path: Path, ke
 @pytest.mark.parametrize(("old", "new"), [("adamw", "sgd"), ("adamw", "muon"), ("muon", "adamw"), ("sgd", "adafactor")])
 def test_another_optimizer_is_refused_with_both_names(run: Train, old: str, new: str) -> None:
     run("run", max_iters=2, optimizer=old)
-    with pytest.raises(InputError, match=f"optimizer cannot change.*optimizer = {old}; found {new}"):
+    with refused(found=new, allowed=f"{old}, or --weights"):
         run("run", options={"resume": True}, max_iters=3, optimizer=new)
 
 
-def test_what_was_asked_of_a_run_is_remembered(run: Train, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("tensorboard")
+def test_a_resumed_run_keeps_its_options(run: Train, tmp_path: Path) -> None:
     from oomph.training.run import train
 
     asked = {"order": "epochs", "keep": 1, "save_minutes": 3.0, "tensorboard": True, "export": True}
@@ -287,13 +289,13 @@ def test_what_was_asked_of_a_run_is_remembered(run: Train, tmp_path: Path) -> No
     assert ours["options"] == asked | {"weights": ""} and ours["data"]["order"] == "epochs"
 
 
-def test_what_is_said_again_counts(run: Train, tmp_path: Path) -> None:
+def test_options_given_again_win(run: Train, tmp_path: Path) -> None:
     run("run", options={"export": True, "keep": 1}, max_iters=2)
     run("run", options={"resume": True, "export": False, "keep": 3}, max_iters=4, eval_interval=1)
     assert len(checkpoint.saved(tmp_path / "run")) == 3
 
 
-def test_nanogpts_first_checkpoint_without_optimizer_state_goes_on(run: Train, tmp_path: Path) -> None:
+def test_nanogpts_first_checkpoint_resumes_without_optimizer_state(run: Train, tmp_path: Path) -> None:
     run("ours", max_iters=1, optimizer_loop="foreach")
     content = checkpoint.load(checkpoint.saved(tmp_path / "ours")[-1])
     del content["oomph"]

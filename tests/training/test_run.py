@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from training_helpers import SMALL, Train, losses, weights
 
 from oomph import config as configs
 from oomph.cli import train as command
-from oomph.errors import InputError
 from oomph.training import trainer as trainer_module
-from oomph.training.failure import DoesNotFitError, TrainingError
+from oomph.training.errors import DoesNotFitError, TrainingError
 from oomph.training.run import Options, train
+from refusals import refused
 
 
 def arguments(data: Path, out: Path, **keys: object) -> list[str]:
@@ -58,17 +59,17 @@ def test_exactly_max_iters_steps_are_done(run: Train, tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_not_written_over_unasked(run: Train) -> None:
     run("run")
-    with pytest.raises(InputError, match="--resume to go on with it"):
+    with refused("out_dir", allowed="--resume"):
         run("run")
     assert run("run", options={"overwrite": True}).finished
 
 
 def test_a_device_that_is_not_there_is_refused_at_once(run: Train) -> None:
-    with pytest.raises(InputError, match="is not there"):
+    with refused(allowed="cpu"):
         run("run", device="cuda:63")
 
 
-def test_the_device_nobody_named_is_chosen_with_its_reason(
+def test_an_unset_device_is_chosen_with_its_reason(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -82,7 +83,7 @@ def test_the_device_nobody_named_is_chosen_with_its_reason(
 def test_what_does_not_fit_is_refused_unless_forced(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     from msgspec.structs import replace
 
-    from oomph.training import setup as setup_module
+    from oomph.training import run as setup_module
 
     detect = setup_module.detect
     monkeypatch.setattr(setup_module, "detect", lambda *a: replace(detect(*a), usable_mib=0))
@@ -92,9 +93,8 @@ def test_what_does_not_fit_is_refused_unless_forced(run: Train, monkeypatch: pyt
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(run: Train) -> None:
-    with pytest.raises(InputError, match="no word for") as error:
+    with refused("train.bin", found="vocab_size = ", allowed="--vocab_size=64"):
         run("run", vocab_size=40)
-    assert "--vocab_size=64" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(
 ) -> None:
     run("good", max_iters=4, eval_interval=2)
     poison(monkeypatch, 2 * 4 + 1, value)  # two micro-steps a step
-    with pytest.raises(TrainingError, match="step 4: the loss is") as error:
+    with pytest.raises(TrainingError, match="step 4: ") as error:
         run("bad", eval_interval=2)
     last = tmp_path / "bad" / "checkpoints" / "step_00000004.pt"
     assert f"The last good checkpoint is {last}." in str(error.value)
@@ -169,16 +169,14 @@ def test_float16_gradients_that_no_scale_helps_end_the_run(
         return loss
 
     monkeypatch.setattr(trainer_module, "head_loss", sour)
-    with pytest.raises(
-        TrainingError, match="step 23: the gradients' norm was not finite in 20 steps in a row"
-    ) as error:
+    with pytest.raises(TrainingError, match=r"step 23: .*\b20 steps") as error:
         run("bad", dtype="float16", max_iters=100, eval_interval=3)
     assert "The last good checkpoint is" in str(error.value)
     log = (tmp_path / "bad" / "log.txt").read_text()
-    assert "step 4: a gradient overflowed in float16; the step was skipped, and the loss's scale is 32768 now" in log
+    assert "the loss scale is now 32768" in log
 
 
-def test_a_compiler_that_is_missing_is_said_with_its_cure(
+def test_a_missing_compiler_is_reported_with_its_cure(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
@@ -205,18 +203,18 @@ def test_a_fault_of_ours_leaves_its_trace_in_the_log(
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("said", "found"),
     [
-        ({"RANK": "3", "WORLD_SIZE": "1"}, "no such rank; found RANK=3 WORLD_SIZE=1"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "not as torchrun sets it"),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "not as torchrun sets it"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "not as torchrun sets it"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "no address at which they meet"),
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "RANK=3 WORLD_SIZE=1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK="),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "RANK="),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK="),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_PORT=1"),
     ],
     ids=str,
 )
 def test_an_environment_that_is_not_torchruns_is_refused(
-    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], words: str
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], found: str
 ) -> None:
     from oomph.training.distributed import ranks_from_environment
 
@@ -224,7 +222,7 @@ def test_an_environment_that_is_not_torchruns_is_refused(
         monkeypatch.delenv(name, raising=False)
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=words):
+    with refused("environment", found=found):
         ranks_from_environment()
 
 
@@ -274,12 +272,12 @@ def test_the_command_resumes_with_one_flag(
     assert json.loads(capsys.readouterr().out)["steps"] == 10
 
 
-def test_the_command_says_no_with_its_exit_code(
+def test_a_failed_run_exits_with_3(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     poison(monkeypatch, 1, float("nan"))
     assert command.run([*arguments(data, tmp_path / "run"), "--quiet"]) == 3
-    assert "step 0: the loss is nan" in capsys.readouterr().err
+    assert re.search(r"step 0: .*\bnan\b", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -308,7 +306,7 @@ def test_a_signal_leaves_a_checkpoint_and_exit_code_130(data: Path, tmp_path: Pa
 
 
 def test_options_that_make_no_sense_are_refused(run: Train) -> None:
-    with pytest.raises(InputError, match="at least 1"):
+    with refused("--keep", allowed="at least 1"):
         run("run", options={"keep": 0})
-    with pytest.raises(InputError, match="--overwrite"):
+    with refused("--overwrite"):
         train(SMALL, Options(resume=True, overwrite=True))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomph.config import TrainConfig
-from oomph.training.schedule import learning_rate
+from oomph.training.optimizer import learning_rate
 
 
 def nanogpts(it: int, top: float, least: float, warm_up: int, end: int) -> float:

@@ -173,12 +173,12 @@ sys.exit(run(sys.argv[1:]))
     assert time.monotonic() - begun < 90
 
 
-def test_a_mistake_that_only_the_first_rank_sees_is_said_once(shared: Path) -> None:
+def test_a_mistake_seen_by_the_first_rank_is_reported_once(shared: Path) -> None:
     program = "import sys; from oomph.cli.main import main; sys.exit(main(sys.argv[1:]))"
     argv = ["train", *arguments(shared / "tokens", shared / "one")]  # this folder holds a run
     done = torchrun(2, argv, program=program)
     assert done.returncode != 0
-    assert done.stderr.count("holds a run already") == 1
+    assert done.stderr.count("--overwrite") == 1
     assert "lost contact" not in done.stderr
 
 

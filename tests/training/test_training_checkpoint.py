@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from oomph import config as configs
 from oomph.errors import InputError
 from oomph.training import checkpoint
-from oomph.training.failure import TrainingError
+from oomph.training.errors import TrainingError
+from refusals import refused
 
 CONTENT: dict[str, Any] = {"model": {"w": torch.arange(300.0)}, "iter_num": 3}
 
@@ -56,7 +57,7 @@ def test_any_cut_is_noticed(saved: Path, data: st.DataObject) -> None:
     content = saved.read_bytes()
     cut = saved.with_name("step_00000004.pt")
     cut.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-    with pytest.raises(InputError, match=r"cut short|damaged|zip format"):
+    with refused(cut.name):
         checkpoint.load(cut)
 
 
@@ -73,14 +74,14 @@ class Evil:
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
     path, trace = tmp_path / "ckpt.pt", tmp_path / "it_ran"
     torch.save({"model": Evil(trace)}, path)
-    with pytest.raises(InputError, match="nothing in it was run"):
+    with refused(str(path), allowed="nanoGPT"):
         checkpoint.load(path)
     assert not trace.exists()
 
 
 def test_a_torch_file_without_a_model_is_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "ckpt.pt")
-    with pytest.raises(InputError, match="holds no model"):
+    with refused("ckpt.pt"):
         checkpoint.load(tmp_path / "ckpt.pt")
 
 
@@ -106,7 +107,7 @@ def test_only_the_newest_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
-def test_the_best_outlives_its_first_name(saved: Path, tmp_path: Path) -> None:
+def test_best_pt_survives_deleting_its_checkpoint(saved: Path, tmp_path: Path) -> None:
     checkpoint.mark_best(tmp_path, saved)
     saved.unlink()
     assert checkpoint.load(tmp_path / "best.pt")["iter_num"] == 3

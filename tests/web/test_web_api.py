@@ -12,9 +12,9 @@ import pytest
 import oomph
 from oomph import config as configs
 from oomph.config import KEYS
-from oomph.web.answers import answer
-from oomph.web.halves import join
-from oomph.web.worker import HALVES
+from oomph.report.plan import summarise
+from oomph.web.answers import OTHER_TRAINER, PARTS, answer, join_plans
+from oomph.web.questions import PlanQuestion
 
 CARD = "RTX 4070"
 QUESTION = {"preset": "gpt2", "gpu": CARD, "set": {"batch_size": 8, "gradient_accumulation_steps": 64}}
@@ -51,19 +51,22 @@ def test_a_plan_is_that_of_the_python_api_for_both_trainers(client: httpx.Client
         {"gpu_mib": 8192, "set": {"n_layer": 2}},
     ],
 )
-def test_two_workers_tell_of_a_plan_what_one_does(question: dict[str, object]) -> None:
+def test_the_report_joined_from_both_parts_is_that_of_both_plans(question: dict[str, object]) -> None:
     body = json.dumps(question).encode()
-    whole, *halves = (answer(verb, body, ".") for verb in ("plan", *HALVES))
-    assert [status for status, _ in (whole, *halves)] == [200] * 3
-    told = [json.loads(whole[1]), json.loads(join(*(half for _, half in halves)).plain())]
-    for pace in [pace for each in told for pace in each["summary"]["paces"]]:
+    told = json.loads(join_plans(*(answer(part, body, ".") for part in PARTS)).plain())
+    asked = msgspec.json.decode(body, type=PlanQuestion)
+    loaded, device = asked.run()
+    other = configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer])
+    whole = summarise([oomph.plan(loaded, device), oomph.plan(other, device)], brief=True)
+    expected = json.loads(msgspec.json.encode(whole))
+    for pace in (*told["summary"]["paces"], *expected["paces"]):
         del pace["finish"]  # a time of the day
-    assert told[0] == told[1]
+    assert told["summary"] == expected
 
 
-def test_what_is_wrong_with_a_plan_is_told_by_both_halves_alike() -> None:
+def test_what_is_wrong_with_a_plan_is_told_by_both_parts_alike() -> None:
     body = b'{"gpu": "RTX 9999", "set": {"n_layer": 0}}'
-    assert len({answer(verb, body, ".") for verb in ("plan", *HALVES)}) == 1
+    assert len({answer(part, body, ".").body for part in PARTS}) == 1
 
 
 def test_the_timeline_is_fullest_at_the_peak_and_stays_small(client: httpx.Client) -> None:
@@ -98,7 +101,7 @@ def test_the_summary_has_a_verdict_and_a_bar_for_each_trainer(client: httpx.Clie
 
 def test_the_report_is_the_markdown_of_the_command_line(client: httpx.Client) -> None:
     text = ask(client, "report", **QUESTION)["markdown"]
-    assert text.startswith("## GPT") and "returns the loss alone" in text
+    assert text.startswith("## GPT") and "only the loss" in text
 
 
 def test_a_pasted_config_is_read_with_its_own_lines(client: httpx.Client) -> None:
@@ -123,8 +126,8 @@ def test_a_pasted_config_is_never_run(client: httpx.Client, tmp_path: Path) -> N
 def test_a_config_from_a_stranger_does_not_look_around_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(bytes(2000))
     body = msgspec.json.encode({"gpu": CARD, "set": {"dataset": str(tmp_path), "n_layer": 1}})
-    status, told = answer("plan", body, ".")
-    assert status == 200 and "dataset_tokens" not in json.loads(told)["plan"]["data"]
+    told = answer(PARTS[0], body, ".")
+    assert told.status == 200 and "dataset_tokens" not in json.loads(told.plain())["plan"]["data"]
 
 
 def test_a_plain_dataset_below_the_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +135,7 @@ def test_a_plain_dataset_below_the_folder_is_found(tmp_path: Path, monkeypatch: 
     (tmp_path / "data" / "mine" / "train.bin").write_bytes(bytes(2000))
     monkeypatch.chdir(tmp_path)
     body = msgspec.json.encode({"gpu": CARD, "set": {"dataset": "mine", "n_layer": 1}})
-    assert json.loads(answer("plan", body, ".")[1])["plan"]["data"]["dataset_tokens"] == 1000
+    assert json.loads(answer(PARTS[0], body, ".").plain())["plan"]["data"]["dataset_tokens"] == 1000
 
 
 def test_every_problem_comes_at_once_each_with_its_place(client: httpx.Client) -> None:

@@ -17,8 +17,7 @@ from web_helpers import Running, add_steps, write_run
 
 from oomph.errors import InputError
 from oomph.web.events import Tail
-from oomph.web.folders import NoSuchRunError, RunsFolder
-from oomph.web.metrics import COLUMNS, ROWS, Clock, read_lines, thinned
+from oomph.web.runs import COLUMNS, ROWS, Clock, NoSuchRunError, RunsFolder, read_lines, thinned
 
 
 def test_the_runs_are_listed_with_their_last_figures(client: httpx.Client) -> None:
@@ -30,9 +29,9 @@ def test_the_runs_are_listed_with_their_last_figures(client: httpx.Client) -> No
 
 def test_the_steps_that_were_done_are_told_though_not_every_step_is_logged(tmp_path: Path) -> None:
     def listed() -> int | None:
-        (run,) = RunsFolder(tmp_path).listing()["runs"]
-        assert RunsFolder(tmp_path).run("a")["steps"] == run["steps"]
-        return run["steps"]
+        (run,) = RunsFolder(tmp_path).listing().runs
+        assert RunsFolder(tmp_path).run("a").steps == run.steps
+        return run.steps
 
     path = write_run(tmp_path, 0)
     assert listed() is None
@@ -88,7 +87,7 @@ def test_links_out_of_the_runs_folder_are_not_followed(tmp_path: Path) -> None:
     (inside / "metrics.jsonl").symlink_to(outside / "metrics.jsonl")
     folder = RunsFolder(runs)
     assert "jump" not in folder.names()
-    assert folder.run("linked")["metrics"]["count"] == 0
+    assert folder.run("linked").metrics.count == 0
     assert Tail(inside, 0).more()[0].startswith(b"id: 0\nevent: state")
     with pytest.raises(InputError, match="a link"):
         folder.readable("linked")
@@ -98,7 +97,7 @@ def test_a_pipe_in_a_runs_folder_keeps_nobody_waiting(tmp_path: Path) -> None:
     path = write_run(tmp_path, 2)
     (path / "metrics.jsonl").unlink()
     os.mkfifo(path / "metrics.jsonl")
-    assert RunsFolder(tmp_path).run("a")["metrics"]["count"] == 0
+    assert RunsFolder(tmp_path).run("a").metrics.count == 0
 
 
 def test_an_unknown_run_is_named(tmp_path: Path) -> None:
@@ -114,8 +113,8 @@ def test_broken_files_leave_the_rest_readable(tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("ab") as file:
         file.write(b"not json\n\xff\xfe\n" + b"x" * (3 * 2**20) + b'\n{"step": 4, "loss": null}\n{"step": 5, "lo')
     run = RunsFolder(tmp_path).run("a")
-    assert (run["plan"], run["config"], run["result"]) == (None, None, None)
-    assert run["metrics"]["columns"]["step"] == [0, 1, 2, 3, 4] and run["metrics"]["columns"]["loss"][-1] is None
+    assert (run.plan, run.config, run.result) == (None, None, None)
+    assert run.metrics.columns["step"] == [0, 1, 2, 3, 4] and run.metrics.columns["loss"][-1] is None
 
 
 DEEP = b"[" * 100_000
@@ -143,36 +142,36 @@ def test_a_file_that_no_run_writes_takes_no_other_run_away(tmp_path: Path, file:
     folder = RunsFolder(tmp_path)
     for found in (folder.listing(), folder.run("bad")):
         msgspec.json.encode(found)
-    assert {run["name"] for run in folder.listing()["runs"]} == {"good", "bad"}
+    assert {run.name for run in folder.listing().runs} == {"good", "bad"}
     assert all(event.startswith(b"id: ") for event in Tail(path, 0).more())
 
 
 def test_a_folder_whose_name_is_no_text_is_listed_and_read_under_one_that_is(tmp_path: Path) -> None:
     path = write_run(tmp_path, 3)
     path.rename(os.fsdecode(os.fsencode(tmp_path) + b"/b\xffd"))
-    (run,) = RunsFolder(tmp_path).listing()["runs"]
+    (run,) = RunsFolder(tmp_path).listing().runs
     msgspec.json.encode(run)
-    assert run["name"] == r"b\xffd" and RunsFolder(tmp_path).run(run["name"])["metrics"]["count"] == 3
+    assert run.name == r"b\xffd" and RunsFolder(tmp_path).run(run.name).metrics.count == 3
 
 
 def test_a_run_says_when_it_last_wrote_as_the_list_does(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
-    (listed,) = RunsFolder(tmp_path).listing()["runs"]
-    assert RunsFolder(tmp_path).run("a")["updated"] == listed["updated"]
+    (listed,) = RunsFolder(tmp_path).listing().runs
+    assert RunsFolder(tmp_path).run("a").updated == listed.updated
 
 
 def test_a_run_that_goes_on_after_its_result_is_running(tmp_path: Path) -> None:
     path = write_run(tmp_path, 4, finished=True)
     earlier = time.time() - 60
     os.utime(path / "result.json", (earlier, earlier))
-    assert RunsFolder(tmp_path).run("a")["state"] == "running"
+    assert RunsFolder(tmp_path).run("a").state == "running"
 
 
 def test_a_run_long_silent_has_stopped(tmp_path: Path) -> None:
     path = write_run(tmp_path, 4)
     earlier = time.time() - 86400
     os.utime(path / "metrics.jsonl", (earlier, earlier))
-    assert RunsFolder(tmp_path).run("a")["state"] == "stopped"
+    assert RunsFolder(tmp_path).run("a").state == "stopped"
 
 
 def test_a_long_run_is_thinned_to_real_rows_with_its_spikes() -> None:
@@ -180,7 +179,7 @@ def test_a_long_run_is_thinned_to_real_rows_with_its_spikes() -> None:
     losses[77_777] = 99.0
     lines = (b'{"step": %d, "loss": %f, "step_ms": 10}' % (step, loss) for step, loss in enumerate(losses))
     found = read_lines(lines, Clock(), None)
-    columns = found.to_dict()["columns"]
+    columns = found.columns().columns
     assert found.count == 100_000 and len(columns["step"]) <= ROWS
     assert columns["loss"][columns["step"].index(77_777)] == 99.0
     assert (columns["step"][0], columns["step"][-1]) == (0, 99_999)

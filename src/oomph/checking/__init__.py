@@ -1,6 +1,1 @@
-"""A prediction held against a real minute: the config really runs for a few steps, and what it took is measured."""
-
-from oomph.checking.result import Check
-from oomph.checking.run import DoesNotFitError, check
-
-__all__ = ["Check", "DoesNotFitError", "check"]
+"""`oomph check`: run a few real steps of a config and compare what they took with the plan."""

@@ -1,6 +1,6 @@
-"""`python -m oomph.checking.child`: a job on standard input, its steps for real, what they took on standard output.
+"""`python -m oomph.checking.child`: reads a job from standard input, runs its steps, writes what they took.
 
-A process of its own: its memory is the run's alone, and what kills it does not kill who asked.
+Its own process, so that the memory is the run's alone and a crash does not take `oomph check` down.
 """
 
 from __future__ import annotations
@@ -11,57 +11,72 @@ from collections.abc import Callable
 
 import msgspec
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from oomph.checking.programs import OutOfRoomError, make_program
-from oomph.checking.wire import Done, Failed, Job, Message
-from oomph.training.failure import TrainingError, is_out_of_memory
+from oomph.checking.launch import Job, JobDone, JobFailed, Message
+from oomph.checking.programs import OutOfMemoryInStepError, make_program
+from oomph.training.errors import TrainingError, is_out_of_memory
 from oomph.training.memory import MemoryMeter, return_freed_memory
 from oomph.units import MIB
 
-Tell = Callable[[Message], None]
+
+def peak_allocated_bytes(work: Callable[[], object]) -> int:
+    """The peak of torch's CPU allocations during `work`, in bytes, by torch's profiler.
+
+    Build the model inside `work`: the profiler counts only memory whose allocation it saw.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    if results is None:
+        return 0
+    changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    held = highest = 0
+    for _, change in sorted(changes, key=lambda moment: moment[0]):
+        held += change
+        highest = max(highest, held)
+    return highest
 
 
-def run(job: Job, tell: Tell) -> None:
-    """Do the job's steps, each told as it is done, and then what they took."""
+def run(job: Job, tell: Callable[[Message], None]) -> None:
+    """Run the job's steps; tell each as it is done, and at the end what they took."""
     if torch.device(job.device).type == "cuda" and job.config.allow_tf32:
         torch.set_float32_matmul_precision("high")
     try:
-        tell(_watched(job, tell) if job.allocations else _measured(job, tell))
+        tell(_allocations(job, tell) if job.allocations else _measured(job, tell))
     except Exception as error:
         words = str(error).strip().splitlines() or [""]
-        starved = isinstance(error, OutOfRoomError) or is_out_of_memory(error)
+        starved = isinstance(error, OutOfMemoryInStepError) or is_out_of_memory(error)
         starved = starved or (isinstance(error, TrainingError) and "out of memory" in words[0])
-        tell(Failed(f"{type(error).__name__}: {words[0]}", starved))
+        tell(JobFailed(f"{type(error).__name__}: {words[0]}", starved))
 
 
-def _steps(job: Job, tell: Tell) -> None:
+def _steps(job: Job, tell: Callable[[Message], None]) -> None:
     program = make_program(job)
     for _ in range(job.steps + 1):
         tell(program.do_step())
 
 
-def _watched(job: Job, tell: Tell) -> Done:
-    """torch's own allocations on a CPU."""
-    from oomph.checking.allocations import watch_allocations
-
-    return Done(watch_allocations(lambda: _steps(job, tell)) / MIB, None, None)
+def _allocations(job: Job, tell: Callable[[Message], None]) -> JobDone:
+    """torch's peak allocation on a CPU."""
+    return JobDone(peak_allocated_bytes(lambda: _steps(job, tell)) / MIB, None, None)
 
 
-def _measured(job: Job, tell: Tell) -> Done:
-    """Time, and the memory that the device's allocator or the process has taken."""
+def _measured(job: Job, tell: Callable[[Message], None]) -> JobDone:
+    """Time, and the memory of the device's allocator or the process."""
     device = torch.device(job.device)
     if device.type == "cpu" and job.config.trainer == "oomph":
         return_freed_memory()  # as oomph train does
     meter = MemoryMeter(device)
     _steps(job, tell)
     if device.type == "cpu":
-        return Done(None, None, meter.peak_mib(), meter.began_mib)
-    return Done(meter.peak_mib(), meter.reserved_mib(), _on_the_card())
+        return JobDone(None, None, meter.peak_mib(), meter.began_mib)
+    return JobDone(meter.peak_mib(), meter.reserved_mib(), _on_the_card())
 
 
 def _on_the_card() -> float | None:
-    """What nvidia-smi shows for this process; None where the driver does not tell (in some containers)."""
-    from oomph.runs.nvml import sampler
+    """MiB that nvidia-smi shows for this process; None if the driver does not say, as in some containers."""
+    from oomph.devices.nvml import sampler
 
     for sample in sampler()():
         for process, size_mib in sample.processes:
@@ -71,7 +86,7 @@ def _on_the_card() -> float | None:
 
 
 def main() -> None:
-    """Answers go to the real standard output; whatever else prints, prints to standard error."""
+    """Messages go to the real standard output; anything else printed goes to standard error."""
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

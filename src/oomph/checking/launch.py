@@ -1,4 +1,7 @@
-"""Children that run a job, and what the driver says of the card while one does."""
+"""Child processes that run a job, the messages between them and us, and the card's power meanwhile.
+
+A message is one JSON object a line. Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,58 @@ from typing import IO
 
 import msgspec
 
-from oomph.checking.wire import Done, Failed, Job, Message, Stepped
-from oomph.devices.rates import child_environment
-from oomph.runs.nvml import Sampler, sampler
-
-SAMPLE_S = 0.25  # between looks at the card's power: NVML itself renews it about every 0.1 s
-LAST_WORDS = 400  # of a child that died, for the report
+from oomph.config import TrainConfig
+from oomph.devices.cpu_rates import child_environment
+from oomph.devices.nvml import Sampler, sampler
 
 
-def run_job(job: Job, on_step: Callable[[Stepped], None], on_start: Callable[[int], None]) -> Done | Failed:
-    """Run the job in a process of its own. Whatever becomes of it, it is gone afterwards."""
+class Job(msgspec.Struct, frozen=True):
+    """What a child runs."""
+
+    config: TrainConfig  # settled
+    device: str  # torch's name: "cpu", "cuda", "cuda:1"
+    steps: int  # optimizer steps after the first
+    micro_steps: int  # in each step, at most the config's
+    allocations: bool  # record torch's CPU allocations, which takes time, instead of timing
+    data: str | None  # the folder with train.bin; None: random tokens
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step"):
+    """One step is done, with its times."""
+
+    step: int  # from 0, which compiles
+    first_s: float  # its first micro-step
+    rest_s: float  # the other micro-steps that ran
+    end_s: float  # clipping and optimizer
+    loss: float
+    waited_s: float = 0.0  # of all that, while another program used the CPU
+
+
+class JobDone(msgspec.Struct, frozen=True, tag="done"):
+    """All steps are done, with the memory they took."""
+
+    allocated_mib: float | None
+    reserved_mib: float | None  # CUDA
+    process_mib: float | None  # on a CPU the peak resident set; on a GPU what NVML reports
+    imports_mib: float | None = None  # of that, before the model
+
+
+class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The steps did not finish."""
+
+    reason: str
+    out_of_memory: bool
+
+
+Message = StepDone | JobDone | JobFailed
+
+
+SAMPLE_S = 0.25  # between power readings: NVML updates them about every 0.1 s
+LAST_OUTPUT_BYTES = 400  # of a child that died, for the report
+
+
+def run_job(job: Job, on_step: Callable[[StepDone], None], on_start: Callable[[int], None]) -> JobDone | JobFailed:
+    """Run the job in its own process, which never outlives the call."""
     command = [sys.executable, "-m", "oomph.checking.child"]
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
@@ -41,17 +86,19 @@ def run_job(job: Job, on_step: Callable[[Stepped], None], on_start: Callable[[in
                     _close(pipe)
 
 
-def _listen(child: subprocess.Popen[bytes], job: Job, on_step: Callable[[Stepped], None]) -> Done | Failed | None:
-    """The child's last message; None where it ended without one."""
+def _listen(
+    child: subprocess.Popen[bytes], job: Job, on_step: Callable[[StepDone], None]
+) -> JobDone | JobFailed | None:
+    """The child's last message; None if it ended without one."""
     assert child.stdin is not None and child.stdout is not None
     try:
         child.stdin.write(msgspec.json.encode(job))
         child.stdin.close()
     except BrokenPipeError:
-        return None  # it died before it could listen: its exit says why
+        return None  # it died early: its exit status says why
     for line in child.stdout:
         message: Message = msgspec.json.decode(line, type=Message)
-        if not isinstance(message, Stepped):
+        if not isinstance(message, StepDone):
             return message
         on_step(message)
     return None
@@ -64,17 +111,17 @@ def _close(pipe: IO[bytes]) -> None:
         return
 
 
-def _died(status: int, errors: IO[bytes]) -> Failed:
-    if status == -signal.SIGKILL:  # no program does that to itself: Linux does, to whoever takes the last memory
-        return Failed("the system killed it, as Linux does to a process for which no memory is left", True)
+def _died(status: int, errors: IO[bytes]) -> JobFailed:
+    if status == -signal.SIGKILL:  # most likely by Linux's out-of-memory killer
+        return JobFailed("killed by the system, most likely for lack of memory", True)
     errors.seek(0, os.SEEK_END)
-    errors.seek(max(0, errors.tell() - LAST_WORDS))
+    errors.seek(max(0, errors.tell() - LAST_OUTPUT_BYTES))
     words = errors.read().decode(errors="replace").strip().splitlines()
-    return Failed(f"it ended with status {status}: {words[-1] if words else 'it said nothing'}", False)
+    return JobFailed(f"exit status {status}: {words[-1] if words else 'no output'}", False)
 
 
 class PowerWatch:
-    """While entered, notes what the card draws on which a process computes."""
+    """Inside its `with`, records the power of the card that a process runs on."""
 
     def __init__(self, look: Sampler | None = None, sample_s: float = SAMPLE_S) -> None:
         self._look, self._sample_s = look or sampler(), sample_s
@@ -84,16 +131,16 @@ class PowerWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def follow(self, process: int) -> None:
-        """The process whose card it is."""
+        """Record the card of this process."""
         self._process = process
         self._thread.start()
 
     def restart(self) -> None:
-        """Forget what was drawn so far: the first step compiles, and the card waits."""
+        """Drop what was recorded so far: the first step compiles while the card is idle."""
         self.seen.clear()
 
     def watts(self) -> float | None:
-        """The middle of what was seen; None where the driver tells nothing."""
+        """The median power in watts; None if the driver reports none."""
         return statistics.median(self.seen) if self.seen else None
 
     def _watch(self) -> None:

@@ -2,53 +2,81 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oomph.checking.by_hand import attend_by_hand
-from oomph.checking.wire import Job, Stepped
+from oomph.checking.launch import Job, StepDone
 from oomph.config import TrainConfig
-from oomph.devices.busy import waited_s, waits_s
-from oomph.step.gpt_eager_run import attends_by_hand
+from oomph.devices.cpu_rates import waited_s, waits_s
+from oomph.step.models.gpt2 import attends_by_hand
 from oomph.training.distributed import Ranks
 from oomph.training.feed import Batch, Feed
 from oomph.training.model import GPT
 from oomph.training.optimizer import groups, make_optimizer
-from oomph.training.trainer import DTYPES, Shrunk, Trainer
+from oomph.training.trainer import DTYPES, SmallerBatch, Trainer
 
 
-class OutOfRoomError(Exception):
-    """Memory ran out in a step of a program that would have gone on with a smaller micro-batch."""
+class PlainAttention(nn.Module):
+    """nanoGPT's attention without scaled_dot_product_attention: every score in memory, and a mask of its own."""
+
+    triangle: Tensor
+
+    def __init__(self, c_attn: nn.Linear, c_proj: nn.Linear, heads: int, tokens: int, dropout: float) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj, self.heads, self.dropout = c_attn, c_proj, heads, dropout
+        self.register_buffer("triangle", torch.ones(tokens, tokens).tril().view(1, 1, tokens, tokens))
+
+    def forward(self, x: Tensor, _past: None = None) -> Tensor:
+        rows, tokens, width = x.shape
+        query, key, value = self.c_attn(x).split(width, dim=2)
+        key = key.view(rows, tokens, self.heads, -1).transpose(1, 2)  # (rows, heads, tokens, head size), all three
+        query = query.view(rows, tokens, self.heads, -1).transpose(1, 2)
+        value = value.view(rows, tokens, self.heads, -1).transpose(1, 2)
+        weights = (query @ key.transpose(-2, -1)) * (1.0 / math.sqrt(key.size(-1)))
+        weights = weights.masked_fill(self.triangle[:, :, :tokens, :tokens] == 0, -math.inf)
+        weights = F.softmax(weights, dim=-1)
+        weights = F.dropout(weights, self.dropout, self.training)
+        mixed = (weights @ value).transpose(1, 2).contiguous().view(rows, tokens, width)
+        return F.dropout(self.c_proj(mixed), self.dropout, self.training)
 
 
-class Program(Protocol):
-    """Something that does one optimizer step at a time, and tells when each part of it was over."""
+def use_plain_attention(model: GPT) -> None:
+    """Replace every block's attention, keeping its weights."""
+    config = model.config
+    for block in model.blocks():
+        attention: Any = block.attn
+        block.attn = PlainAttention(
+            attention.c_attn, attention.c_proj, config.n_head, config.block_size, config.dropout
+        )
 
-    def do_step(self) -> Stepped: ...
+
+class OutOfMemoryInStepError(Exception):
+    """Memory ran out in a step that `oomph train` would repeat with a smaller micro-batch."""
 
 
-def make_program(job: Job) -> Program:
-    """The program of the config's trainer, with model, optimizer and data in place."""
+def make_program(job: Job) -> OomphSteps | NanogptSteps:
+    """The program of the config's trainer, with its model, optimizer and data."""
     torch.manual_seed(job.config.seed)
     device = torch.device(job.device)
     config = replace(job.config, gradient_accumulation_steps=job.micro_steps)
     feed = Feed(Path(job.data), config, Ranks(), device) if job.data else cast(Feed, RandomFeed(config, device))
     model = GPT(config)
     if attends_by_hand(config):
-        attend_by_hand(model)
+        use_plain_attention(model)
     model.to(device=device, dtype=torch.float32 if config.autocast else DTYPES[config.dtype or "float32"])
     return OomphSteps(config, model, feed) if config.trainer == "oomph" else NanogptSteps(config, model, feed)
 
 
 class RandomFeed:
-    """Batches of random tokens, one fetched ahead, for a set that is not there. What of a `Feed` the programs use."""
+    """Batches of random tokens, one prefetched, when there is no data. Has what the programs use of a `Feed`."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.device, self.vocab_size, self.block_size = device, config.vocab_size, config.block_size
@@ -71,8 +99,8 @@ class RandomFeed:
         return torch.randint(self.vocab_size, (rows, self.block_size)).to(self.device)
 
 
-class Clock:
-    """Moments of a step. On a GPU the host runs ahead, so only the end waits for the device."""
+class StepTimer:
+    """The times of a step. On a GPU the host runs ahead, so only the end waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -86,17 +114,17 @@ class Clock:
     def mark(self) -> None:
         self.marks.append(time.perf_counter())
 
-    def stepped(self, step: int, loss: float) -> Stepped:
-        """The step's three parts: marks are its start, the end of each micro-step, and the end of the last again."""
+    def stepped(self, step: int, loss: float) -> StepDone:
+        """The step's three parts. The marks are its start and the end of each micro-step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         start, first, last = self.marks[0], self.marks[1], self.marks[-1]
         end_s = time.perf_counter() - last
-        return Stepped(step, first - start, last - first, end_s, loss, waited_s(self.waits))
+        return StepDone(step, first - start, last - first, end_s, loss, waited_s(self.waits))
 
 
-class WithLoss(nn.Module):
-    """nanoGPT's forward: head and loss inside the model, and the logits handed back with the loss."""
+class GPTWithLoss(nn.Module):
+    """nanoGPT's forward: head and loss inside the model, and the logits returned with the loss."""
 
     def __init__(self, model: GPT, return_logits: bool) -> None:
         super().__init__()
@@ -109,10 +137,10 @@ class WithLoss(nn.Module):
 
 
 class NanogptSteps:
-    """nanoGPT's loop: the caller keeps each micro-step's logits until the next one's are there."""
+    """nanoGPT's loop: the caller keeps each micro-step's logits until the next ones exist."""
 
     def __init__(self, config: TrainConfig, model: GPT, feed: Feed) -> None:
-        self.config, self.feed, self.clock = config, feed, Clock(feed.device)
+        self.config, self.feed, self.timer = config, feed, StepTimer(feed.device)
         self.parameters = list(model.parameters())
         self.optimizer = torch.optim.AdamW(
             groups(self.parameters, config),
@@ -124,7 +152,7 @@ class NanogptSteps:
         half = config.autocast and config.dtype != "float32" and feed.device.type == "cuda"
         self.half = DTYPES[config.dtype or "float32"] if half else None
         self.scaler = torch.amp.GradScaler(feed.device.type, enabled=self.half is torch.float16)
-        with_loss = WithLoss(model, bool(config.return_logits))
+        with_loss = GPTWithLoss(model, bool(config.return_logits))
         self.model: Any = torch.compile(with_loss) if config.compile else with_loss
         self.batch = feed.batch(0, config.batch_size)
         self.fetched = self.done = 0
@@ -133,10 +161,10 @@ class NanogptSteps:
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self.feed.device.type, dtype=self.half)
 
-    def do_step(self) -> Stepped:
+    def do_step(self) -> StepDone:
         """One optimizer step."""
         micro_steps = self.config.gradient_accumulation_steps
-        self.clock.start()
+        self.timer.start()
         for _ in range(micro_steps):
             with self._autocast():
                 self.kept, loss = self.model(*self.batch)
@@ -144,7 +172,7 @@ class NanogptSteps:
             self.fetched += 1
             self.batch = self.feed.batch(self.fetched, self.config.batch_size)
             self.scaler.scale(loss).backward()
-            self.clock.mark()
+            self.timer.mark()
         if self.config.grad_clip:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
@@ -152,32 +180,32 @@ class NanogptSteps:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.done += 1
-        return self.clock.stepped(self.done - 1, loss.item() * micro_steps)
+        return self.timer.stepped(self.done - 1, loss.item() * micro_steps)
 
 
 class OomphSteps(Trainer):
-    """`oomph train`'s own trainer, with a look at the clock where a micro-step begins."""
+    """`oomph train`'s trainer, with the time taken at the start of each micro-step."""
 
     def __init__(self, config: TrainConfig, model: GPT, feed: Feed) -> None:
-        super().__init__(config, model, make_optimizer(model, config), feed, Ranks(), _no_room)
-        self.clock = Clock(feed.device)
+        super().__init__(config, model, make_optimizer(model, config), feed, Ranks(), _raise_out_of_memory)
+        self.timer = StepTimer(feed.device)
 
     def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
-        self.clock.mark()
+        self.timer.mark()
         return super().loss_of(x, y)
 
     def _accumulate(self) -> Tensor:
         total = super()._accumulate()
-        self.clock.mark()
+        self.timer.mark()
         return total
 
-    def do_step(self) -> Stepped:
-        """One optimizer step. The first micro-step's beginning is no end of another."""
-        self.clock.start()
+    def do_step(self) -> StepDone:
+        """One optimizer step. The mark at the first micro-step's start is dropped."""
+        self.timer.start()
         loss = self.train_step().loss
-        del self.clock.marks[1]
-        return self.clock.stepped(self.step - 1, loss)
+        del self.timer.marks[1]
+        return self.timer.stepped(self.step - 1, loss)
 
 
-def _no_room(shrunk: Shrunk) -> None:
-    raise OutOfRoomError(shrunk.reason)
+def _raise_out_of_memory(shrunk: SmallerBatch) -> None:
+    raise OutOfMemoryInStepError(shrunk.reason)

@@ -1,19 +1,29 @@
-"""A verb's own options, and any config key beside them as `--key=value`, exactly as nanoGPT takes them."""
+"""What a verb takes: options of its own, those it shares with others, and any config key as nanoGPT takes them.
+
+`VerbParser` parses; the `add_…` functions add options that several verbs have; the rest turns them into values.
+"""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from oomph.config import KEYS, Override
+from oomph import config as configs
+from oomph import devices
+from oomph.cli.output import gather
+from oomph.config import KEYS, LoadedConfig, Override
+from oomph.devices import Device
 from oomph.errors import InputError, Problem, nearest
 
 
 class VerbParser(argparse.ArgumentParser):
     """argparse, with errors of our own kind and no guessing of abbreviations."""
 
-    def __init__(self, verb: str, description: str, epilog: str = "") -> None:
+    def __init__(self, verb: str, description: str, epilog: str = "", keys: bool = False) -> None:
+        """`keys`: the verb takes config keys too, and its help lists them."""
+        self._lists_keys = keys
         super().__init__(
             prog=f"oomph {verb}",
             description=description,
@@ -22,6 +32,11 @@ class VerbParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self._problems: list[Problem] | None = None  # where a value that is wrong is noted, not raised
+
+    def format_help(self) -> str:
+        if self._lists_keys:
+            self.epilog = keys_help()
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise InputError(self._problem(message))
@@ -93,3 +108,149 @@ def split_keys(argv: Sequence[str], own: set[str]) -> tuple[list[str], list[Over
 
 def _is_value(argv: Sequence[str], position: int) -> bool:
     return position < len(argv) and not argv[position].startswith("--")
+
+
+# --- options that several verbs have -----------------------------------------------------------------
+
+
+def add_source(parser: VerbParser) -> None:
+    """The config: presets and files, later over earlier."""
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="CONFIG",
+        help="a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a nanoGPT .py file (read, never run), a .toml file, "
+        "a Hugging Face config.json or a nanoGPT checkpoint; several are laid over each other",
+    )
+
+
+def add_device(parser: VerbParser) -> None:
+    """The card: by name, or by numbers."""
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="a card as people or nvidia-smi write it; without it, this machine's"
+    )
+    parser.add_argument("--gpu_mib", type=positive, metavar="MIB", help="its memory, for a card oomph does not know")
+    parser.add_argument("--gpu_tflops", type=positive, metavar="TFLOPS", help="its dense half-precision peak")
+    parser.add_argument("--gpu_gbs", type=positive, metavar="GB/S", help="its memory bandwidth")
+    parser.add_argument("--gpu_watts", type=positive, metavar="W", help="its power limit")
+    parser.add_argument(
+        "--reserve_mib",
+        type=not_negative,
+        default=0.0,
+        metavar="MIB",
+        help="kept free for the desktop and other programs",
+    )
+
+
+def add_output(parser: VerbParser, json: str, *, markdown: bool = True, svg: str = "", everything: bool = True) -> None:
+    """How the answer is shown: one screen by default. `json` and `svg` say what those hold."""
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help=json)
+    if markdown:
+        output.add_argument("--markdown", action="store_true", help="the report as Markdown")
+    if everything:
+        output.add_argument("--all", action="store_true", help="every detail, not one screen")
+    if svg:
+        parser.add_argument("--svg", type=svg_file, metavar="FILE.svg", help=svg)
+
+
+def command(verb: str, options: argparse.Namespace, overrides: Sequence[Override], *more: str) -> str:
+    """A command for the same config and card, to type next."""
+    named = [(name, value) for name, value in vars(options).items() if name.startswith("gpu") and value is not None]
+    given = [part for name, value in named for part in (f"--{name}", f"{value:g}" if type(value) is float else value)]
+    keys = [f"--{key}={value}" for key, value, _ in overrides]
+    return shlex.join(["oomph", verb, *options.sources, *given, *keys, *more])
+
+
+def need_torch(verb: str) -> None:
+    """Raises `InputError` where torch is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise InputError(Problem(f"oomph {verb}", "needs torch; try: pip install 'oomph[train]'"))
+
+
+def gather_device(
+    problems: list[Problem], options: argparse.Namespace, loaded: LoadedConfig | None, measure: bool = True
+) -> Device | None:
+    """The device, or None with its problems added to the others.
+
+    Skipped if a --gpu_* value was rejected. This CPU is not measured, which takes seconds, where anything is wrong.
+    """
+    if any(problem.what.startswith("argument --gpu_") for problem in problems):
+        return None
+    measure = measure and not problems
+    return gather(problems, lambda: _device(options, loaded or configs.as_loaded(None), measure))
+
+
+def _device(options: argparse.Namespace, loaded: LoadedConfig, measure: bool = True) -> Device:
+    """The device the options name, by name or by numbers, or this machine's own."""
+    given = {
+        "mib": options.gpu_mib,
+        "tflops": options.gpu_tflops,
+        "gbs": options.gpu_gbs,
+        "watts": options.gpu_watts,
+    }
+    numbers = [f"--gpu_{name}={value:g}" for name, value in given.items() if value is not None]
+    named = [f"--gpu {options.gpu}"] if options.gpu is not None else []
+    elsewhere = loaded.config.device.partition(":")[0] in ("cpu", "mps")
+    if elsewhere and (named or numbers):
+        where = loaded.sources.get("device", "device")
+        what = f"device is {loaded.config.device}, but a GPU is named too"
+        raise InputError(Problem(where, what, found=" ".join(named + numbers), allowed="one of the two"))
+    if options.gpu is not None and not options.gpu.strip():
+        raise InputError(Problem("--gpu", "names no card", found="''", allowed="a name, as oomph gpus lists them"))
+    if any(value is not None for value in given.values()):
+        return devices.custom(options.gpu, **given)
+    if options.gpu:
+        return devices.calibrated(devices.find(options.gpu))
+    return devices.calibrated(devices.detect(loaded.config.device, measure))
+
+
+def keys_help() -> str:
+    """Every config key with its default and meaning."""
+    lines = ["config keys, each as --key=value:"]
+    for whose, heading in (("nanogpt", "nanoGPT's"), ("oomph", "ours")):
+        lines.append(f"\n {heading}")
+        lines += [
+            f"  {key.name:<28} {key.default!s:<12} {key.description}"
+            for key in configs.describe_keys()
+            if key.whose == whose
+        ]
+    return "\n".join(lines)
+
+
+# --- values -------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> float:
+    """A number above zero."""
+    value = not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, found {text}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, found {text!r}") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, found {text}")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number of at least one."""
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def svg_file(text: str) -> str:
+    """A file that a picture is written to."""
+    if not text.lower().endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"must be a file whose name ends in .svg, found {text!r}")
+    return text

@@ -6,32 +6,24 @@ import argparse
 import sys
 
 from oomph import config as configs
-from oomph.checking import Check, DoesNotFitError, check
-from oomph.checking.run import STEPS
-from oomph.cli.arguments import VerbParser
-from oomph.cli.output import Line, emit, emit_json, gather
-from oomph.cli.plan import add_source, keys_help
+from oomph.checking.check import STEPS, Check, check
+from oomph.cli.arguments import VerbParser, add_output, add_source, command
+from oomph.cli.output import DONE, FAILED, NO, StatusLine, gather, show
 from oomph.devices import ratios
 from oomph.errors import InputError, Problem
-
-NO, FAILED = 1, 3
+from oomph.training.errors import DoesNotFitError
 
 
 def run(argv: list[str]) -> int:
     """Run a few steps, print what they took; 1 where memory ran out, 3 where they failed for another reason."""
-    parser = _parser()
-    if "--help" in argv or "-h" in argv:
-        parser.epilog = keys_help()
     problems: list[Problem] = []
-    options, overrides = parser.parse(argv, problems)
-    if options.steps < 1:
-        problems.append(Problem("--steps", "too few", found=str(options.steps), allowed="at least 1"))
+    options, overrides = _parser().parse(argv, problems)
     loaded = gather(problems, lambda: configs.load(options.sources, overrides))
     if problems or loaded is None:
         raise InputError(problems)
     if options.save:
         ratios.load()  # a file that cannot be added to is found out before the minute, not after it
-    line = Line()
+    line = StatusLine()
     try:
         result = check(loaded, steps=options.steps, force=options.force, tell=line.show)
     except DoesNotFitError as error:
@@ -39,17 +31,15 @@ def run(argv: list[str]) -> int:
         return NO
     finally:
         line.clear()
-    if options.json:
-        emit_json(result.to_dict())
-    else:
-        from oomph.report.check_terminal import to_text
+    from oomph.report.check import document
 
-        emit(to_text(result))
+    then = None
+    if result.ratios is not None and not options.save:
+        then = (command("check", options, overrides, "--save"), "keeps this for later plans")
+    show(options, result.to_dict, lambda: document(result), then)
     if options.save:
         _save(result)
-    elif result.ratios is not None and not options.json:
-        print("--save keeps this for later plans on this device", file=sys.stderr)
-    return NO if result.out_of_memory else FAILED if result.failure else 0
+    return NO if result.out_of_memory else FAILED if result.failure else DONE
 
 
 def _save(result: Check) -> None:
@@ -68,6 +58,7 @@ def _parser() -> VerbParser:
         "check",
         "Really run a few optimizer steps of a config on this machine, and hold the plan against them.\n"
         "Nothing is written: no checkpoint, no log. The device is the config's (--device=cpu, cuda, cuda:1).",
+        keys=True,
     )
     add_source(parser)
     parser.add_argument(
@@ -75,7 +66,7 @@ def _parser() -> VerbParser:
     )
     parser.add_argument("--save", action="store_true", help="keep what was found: later plans for this device use it")
     parser.add_argument("--force", action="store_true", help="try what the plan says does not fit")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
+    add_output(parser, "print the result as JSON, and nothing else", markdown=False)
     return parser
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from oomph.cli.arguments import VerbParser
 from oomph.cli.output import emit, emit_json
-from oomph.data.failure import printable
+from oomph.data.errors import printable
 from oomph.errors import InputError, Problem
 from oomph.units import MIB, count, duration
 
@@ -38,9 +38,9 @@ def run(argv: list[str]) -> int:
     options = _options(argv)
     # No linear algebra here; without its threads this process may fork, which shares the tokenizer's tables at once.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from oomph.data.failure import DataError
+    from oomph.data.errors import DataError
     from oomph.data.prepare import prepare
-    from oomph.data.sources import Reading
+    from oomph.data.sources import ReadOptions
 
     try:
         done = prepare(
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
             take=options.take,
             split=options.split,
             val_fraction=options.val_fraction,
-            reading=Reading(options.text_key, options.separator, options.format),
+            reading=ReadOptions(options.text_key, options.separator, options.format),
             skip_broken=options.skip_broken,
             overwrite=options.overwrite,
             workers=options.workers,
@@ -63,8 +63,10 @@ def run(argv: list[str]) -> int:
         print(f"ERROR: {error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
-        kept = "what was done is kept, the same call goes on"
-        print(f"interrupted: {'the same call begins anew' if options.overwrite else kept}", file=sys.stderr)
+        again = (
+            "the same command starts over" if options.overwrite else "finished work is kept, the same command resumes"
+        )
+        print(f"interrupted: {again}", file=sys.stderr)
         return 130
     if options.json:
         emit_json(
@@ -114,7 +116,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--format", choices=("text", "jsonl"), default="text", help="where the name does not tell; default text"
     )
     parser.add_argument("--skip_broken", action="store_true", help="skip rows that are no documents, and count them")
-    parser.add_argument("--overwrite", action="store_true", help="make the set anew, whatever is there")
+    parser.add_argument("--overwrite", action="store_true", help="start over, replacing what is there")
     parser.add_argument("--workers", type=int, metavar="N", help="processes; default one a core")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     options, overrides = parser.parse(argv)
@@ -195,9 +197,9 @@ def _tokens(text: str) -> int:
     from contextlib import suppress
     from decimal import Decimal
 
-    from oomph.config.values import count as parse
+    from oomph.units import parse_count
 
-    number: int | float | Decimal | None = parse(text)
+    number: int | float | Decimal | None = parse_count(text)
     if number is None:
         with suppress(ArithmeticError):
             number = Decimal(text)  # 500000, 500_000, 1e6

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from datetime import datetime
+from typing import IO, TYPE_CHECKING
 
-from oomph.cli.arguments import VerbParser
-from oomph.cli.output import emit, emit_json
-from oomph.cli.plan import keys_help, positive
+from oomph.cli.arguments import VerbParser, add_output, positive
+from oomph.cli.output import DONE, INTERRUPTED, NO, draw, emit, show
 from oomph.config import Override
 from oomph.errors import InputError, Problem
-from oomph.runs.reader import STDIN
+from oomph.runs.reading.reader import STDIN, override
 
-DONE, FAILING, INTERRUPTED = 0, 1, 130
+if TYPE_CHECKING:
+    from oomph.runs.follow import Follower
+
+SAID_ONCE = ("time.step", "time.left", "time.mfu", "memory.predicted", "memory.headroom")
+LEAST_STEPS = 10  # by then the pace is known
+MARKS = {"error": "✗", "warning": "!", "info": "·"}
 
 
 def run(argv: list[str]) -> int:
     """Read, explain, print."""
-    parser = _parser()
-    if "--help" in argv or "-h" in argv:
-        parser.epilog = keys_help()
-    options, overrides = parser.parse(argv)
+    options, overrides = _parser().parse(argv)
     if not options.files:
         allowed = "a log, an nvidia-smi screen, an error message, a config, a run's folder, or - for standard input"
         raise InputError(Problem("oomph explain", "nothing to read", allowed=allowed))
@@ -30,26 +33,11 @@ def run(argv: list[str]) -> int:
     from oomph.runs.explain import explain
 
     found = explain(options.files, options.gpu, overrides=overrides, with_fixes=not options.no_fixes)
+    from oomph.report.explain import document, pictures
+
     if options.svg:
-        from oomph.files import write_whole
-        from oomph.report.explain_svg import explanation_to_svg
-
-        write_whole(Path(options.svg), explanation_to_svg(found).encode())
-        print(f"wrote {options.svg}", file=sys.stderr)
-    if options.json:
-        emit_json(found.to_dict())
-        return DONE
-    from oomph.report.explain_summary import summarise_explanation
-
-    summary = summarise_explanation(found)
-    if options.markdown:
-        from oomph.report.explain_markdown import explanation_to_markdown
-
-        emit(explanation_to_markdown(summary))
-    else:
-        from oomph.report.explain_terminal import explanation_to_text
-
-        emit(explanation_to_text(summary))
+        draw(options.svg, pictures(found))
+    show(options, found.to_dict, lambda: document(found))
     return DONE
 
 
@@ -58,9 +46,8 @@ def _follow(options: argparse.Namespace, overrides: list[Override]) -> int:
     if len(options.files) != 1 or options.files[0] == STDIN or options.json or options.markdown or options.svg:
         allowed = "one log that grows, and no --json, --markdown or --svg"
         raise InputError(Problem("--follow", "watches one file", found=" ".join(options.files), allowed=allowed))
-    from oomph.report.explain_follow import follow
+    from oomph.devices.nvml import sampler
     from oomph.runs.follow import Follower
-    from oomph.runs.nvml import sampler
 
     follower = Follower(options.files[0], sampler())
     try:
@@ -68,14 +55,49 @@ def _follow(options: argparse.Namespace, overrides: list[Override]) -> int:
     except KeyboardInterrupt:
         emit("no longer watching; the run is left alone\n")
         return INTERRUPTED
-    return FAILING if follower.watch.failing else DONE
+    return NO if follower.watcher.failing else DONE
 
 
-def picture(text: str) -> str:
-    """A file that a picture is written to."""
-    if not text.lower().endswith(".svg"):
-        raise argparse.ArgumentTypeError(f"must be a file whose name ends in .svg, found {text!r}")
-    return text
+def follow(
+    follower: Follower,
+    gpu: str | None = None,
+    overrides: Sequence[Override] = (),
+    every_s: float = 2.0,
+    file: IO[str] | None = None,
+) -> None:
+    """Print what changes until the run is over."""
+    out = file or sys.stdout
+    override(follower.builder, overrides)
+    introduced = False
+    _say(out, "info", f"watching {follower.run.name}; Ctrl-C leaves it alone")
+    if not follower.path.exists():
+        _say(out, "warning", f"{follower.path} does not exist yet: waiting for it")
+    while True:
+        for notice in follower.look():
+            _say(out, notice.severity, notice.text)
+        if not introduced and (follower.run.steps.count >= LEAST_STEPS or follower.ended is not None):
+            introduced = True
+            _introduce(out, follower, gpu, overrides)
+        if follower.ended is not None:
+            _say(out, "error" if follower.run.ooms else "info", follower.ended)
+            return
+        follower.clock.sleep(every_s)
+
+
+def _introduce(out: IO[str], follower: Follower, gpu: str | None, overrides: Sequence[Override]) -> None:
+    """The run's figures once there are enough of them, and everything that is wrong."""
+    from oomph.runs.explain import explain
+
+    override(follower.builder, overrides)  # once more: the log has had its say since
+    found = explain(follower.run, gpu, with_fixes=False)
+    for finding in found.findings:
+        if finding.severity != "info" or finding.id in SAID_ONCE:
+            text = f" {finding.text}" if finding.severity != "info" else ""
+            _say(out, finding.severity, f"{finding.title}.{text}")
+
+
+def _say(out: IO[str], severity: str, text: str) -> None:
+    print(f"{datetime.now():%H:%M:%S} {MARKS[severity]} {text}", file=out, flush=True)
 
 
 def _parser() -> VerbParser:
@@ -83,16 +105,12 @@ def _parser() -> VerbParser:
         "explain",
         "What happened in a run, and why: from its log, nvidia-smi, an out-of-memory message or a memory snapshot, "
         "in any mix. Config files and --key=value tell what the log does not.",
+        keys=True,
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="what there is of one run; - for standard input")
     parser.add_argument("--gpu", metavar="NAME", help="the card, where nothing names it")
     parser.add_argument("--no_fixes", action="store_true", help="do not look for better settings, which takes seconds")
     parser.add_argument("--follow", action="store_true", help="watch a log that grows, and say when something turns")
     parser.add_argument("--every", type=positive, default=2.0, metavar="S", help="with --follow: seconds between looks")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="every finding and fix as JSON")
-    output.add_argument("--markdown", action="store_true", help="the report as Markdown")
-    parser.add_argument(
-        "--svg", type=picture, metavar="FILE.svg", help="write the plots and the memory picture there too"
-    )
+    add_output(parser, "every finding and fix as JSON", svg="write the plots and the memory picture there too")
     return parser

@@ -9,13 +9,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from oomph import config as configs
-from oomph.cli.arguments import VerbParser
-from oomph.cli.output import Line, emit, emit_json, gather
-from oomph.cli.plan import add_device, add_source, gather_device, keys_help, positive
-from oomph.config import LoadedConfig
+from oomph.cli.arguments import (
+    VerbParser,
+    add_device,
+    add_output,
+    add_source,
+    command,
+    gather_device,
+    positive,
+    whole,
+)
+from oomph.cli.output import DONE, NO, StatusLine, gather, show
+from oomph.config import LoadedConfig, Override
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
-from oomph.fitting.answer import check_tokens, fit
+from oomph.fitting.fit import check_tokens, fit
 from oomph.fitting.result import Fit, Option
 
 EVERY_CARD = "all"
@@ -23,11 +31,8 @@ EVERY_CARD = "all"
 
 def run(argv: list[str]) -> int:
     """Fit, print, write where asked, and say with the exit code whether something fits."""
-    parser = _parser()
-    if "--help" in argv or "-h" in argv:
-        parser.epilog = keys_help()
-    options, loaded, device = _asked(parser, argv)
-    line = Line()
+    options, overrides, loaded, device = _asked(_parser(), argv)
+    line = StatusLine()
     try:
         if device is None:
             return _every_card(options, loaded, line)
@@ -43,65 +48,58 @@ def run(argv: list[str]) -> int:
     finally:
         line.clear()
     chosen = _option(options, found)
-    from oomph.report.fit_summary import is_yes, summarise_fit
+    from oomph.report.fit import document
 
-    if options.json:
-        emit_json(found.to_dict())
-    elif options.markdown:
-        from oomph.report.fit_markdown import fit_to_markdown
-
-        emit(fit_to_markdown(summarise_fit(found)))
-    else:
-        from oomph.report.fit_terminal import fit_to_text
-
-        emit(fit_to_text(summarise_fit(found)))
+    show(options, found.to_dict, lambda: document(found), _next(options, overrides, found))
     if options.write:
         _write(options, found, chosen)
-    return 0 if is_yes(found) else 1
+    return DONE if found.is_yes else NO
 
 
-def _asked(parser: VerbParser, argv: list[str]) -> tuple[argparse.Namespace, LoadedConfig, Device | None]:
-    """The options, the config and the device; no device for every card. Raises with all that is wrong."""
+def _next(options: argparse.Namespace, overrides: list[Override], found: Fit) -> tuple[str, str] | None:
+    """The command to type after a fit."""
+    if found.best is None or options.write:
+        return None
+    how = [f"--{name}={value:g}" for name in ("tokens", "hours") if (value := getattr(options, name)) is not None]
+    how += ["--largest"] if options.largest else []
+    return command("fit", options, overrides, *how, "--write", "fits.py"), f"writes option {found.best + 1}"
+
+
+def _asked(
+    parser: VerbParser, argv: list[str]
+) -> tuple[argparse.Namespace, list[Override], LoadedConfig, Device | None]:
+    """The options, the keys, the config and the device; no device for every card. Raises with all that is wrong."""
     problems: list[Problem] = []
     parsed = gather(problems, lambda: parser.parse(argv, problems))
     if parsed is None:
         raise InputError(problems)
     options, overrides = parsed
     loaded = gather(problems, lambda: configs.load(options.sources, overrides))
-    device = None
-    if options.gpu != EVERY_CARD:
-        device = gather_device(problems, options, loaded)
     if loaded is not None:
         gather(problems, lambda: check_tokens(loaded, options.tokens))
     problems += _problems(options)
+    device = gather_device(problems, options, loaded) if options.gpu != EVERY_CARD else None
     if problems or loaded is None:
         raise InputError(problems)
-    return options, loaded, device
+    return options, overrides, loaded, device
 
 
-def _trying(line: Line) -> Callable[[str], None]:
+def _trying(line: StatusLine) -> Callable[[str], None]:
     """Says what is being tried, and since when the search runs."""
     start = time.monotonic()
     return lambda what: line.show(f"{time.monotonic() - start:.0f} s  trying {what}")
 
 
-def _every_card(options: argparse.Namespace, loaded: LoadedConfig, line: Line) -> int:
+def _every_card(options: argparse.Namespace, loaded: LoadedConfig, line: StatusLine) -> int:
     from oomph.fitting.cards import which_cards
 
     limits = {"reserve_mib": options.reserve_mib, "tokens": options.tokens, "hours": options.hours}
     found = which_cards(loaded, **limits, progress=_trying(line))
     line.clear()
-    if options.json:
-        emit_json(found.to_dict())
-    elif options.markdown:
-        from oomph.report.fit_markdown import cards_to_markdown
+    from oomph.report.fit import cards_document
 
-        emit(cards_to_markdown(found))
-    else:
-        from oomph.report.fit_terminal import cards_to_text
-
-        emit(cards_to_text(found))
-    return 0 if found.fitting else 1
+    show(options, found.to_dict, lambda: cards_document(found))
+    return DONE if found.fitting else NO
 
 
 def _problems(options: argparse.Namespace) -> Iterator[Problem]:
@@ -159,6 +157,7 @@ def _parser() -> VerbParser:
         "fit",
         "The best setting that fits the card at the same effective batch, and what every other option would buy.\n"
         "Without CONFIG, but with --tokens or --hours: a model and a run proposed from nothing.",
+        keys=True,
     )
     add_source(parser)
     add_device(parser)
@@ -168,24 +167,15 @@ def _parser() -> VerbParser:
         "--largest", action="store_true", help="the largest model instead, with the config's batch and tokens"
     )
     parser.add_argument("--write", metavar="FILE", help="write the best option there, as a .py or .toml config")
-    parser.add_argument("--option", type=place, metavar="N", help="with --write: that option instead of the best")
+    parser.add_argument("--option", type=whole, metavar="N", help="with --write: that option instead of the best")
     parser.add_argument("--overwrite", action="store_true", help="with --write: replace a file that is there")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="every option as JSON")
-    output.add_argument("--markdown", action="store_true", help="the report as Markdown")
+    add_output(parser, "every option as JSON")
     return parser
-
-
-def place(text: str) -> int:
-    """An option's number, as the table counts them."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
-    return int(text)
 
 
 def amount(text: str) -> float:
     """A number of tokens as people write it: 10B, 3.68B, 524_288."""
-    from oomph.config.values import count
+    from oomph.units import parse_count
 
-    value = count(text)
+    value = parse_count(text)
     return float(value) if value is not None and value > 0 else positive(text)

@@ -11,10 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from oomph.cli.output import emit
+from oomph.cli.output import DONE, FAILED, INTERRUPTED, WRONG_INPUT, emit
 from oomph.errors import InputError, Problem, nearest
-
-DONE, NO, WRONG_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 VERBS = {
     "plan": "what a training run needs: does it fit, what fills the memory, how long, what it costs",

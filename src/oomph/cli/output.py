@@ -1,20 +1,26 @@
-"""Printing an answer so that a reader who has left does not change it, and gathering what is wrong with a question."""
+"""Printing an answer, in the form asked for and into a pipe that may be closed; collecting input errors; exit codes."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from shutil import get_terminal_size
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from oomph.errors import InputError, Problem
 
+if TYPE_CHECKING:
+    from oomph.report.document import Document, Picture
+
 T = TypeVar("T")
+DONE, NO, WRONG_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
 
 def emit(text: str) -> None:
-    """Print to standard output. Where its reader has gone (`oomph gpus | head`), go on without it."""
+    """Print to standard output. A closed pipe (`oomph gpus | head`) is no error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -30,6 +36,37 @@ def emit_json(value: object) -> None:
     emit(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
+def show(
+    options: argparse.Namespace,
+    as_json: Callable[[], object],
+    document: Callable[[], Document],
+    then: tuple[str, str] | None = None,
+) -> None:
+    """Print an answer as it was asked for: JSON, Markdown, everything, or one screen. `then`: the command to type next,
+    and what it does."""
+    if options.json:
+        emit_json(as_json())
+    elif getattr(options, "markdown", False):
+        from oomph.report.markdown import to_markdown
+
+        emit(to_markdown(document()))
+    else:
+        from oomph.report.terminal import to_text
+
+        report = document()
+        more = [] if options.all else [("--all", report.more)]
+        emit(to_text(report.then(*([then] if then is not None else []), *more), options.all))
+
+
+def draw(file: str, pictures: Iterable[Picture]) -> None:
+    """Write pictures to a file, and say so."""
+    from oomph.files import write_whole
+    from oomph.report.svg import to_svg
+
+    write_whole(Path(file), to_svg(*pictures).encode())
+    print(f"wrote {file}", file=sys.stderr)
+
+
 def gather(problems: list[Problem], work: Callable[[], T]) -> T | None:
     """What `work` returns, or None with its problems added to the others."""
     try:
@@ -39,19 +76,19 @@ def gather(problems: list[Problem], work: Callable[[], T]) -> T | None:
         return None
 
 
-class Line:
-    """One line of standard error that says what goes on; nothing where nobody looks."""
+class StatusLine:
+    """One line of standard error that shows progress, on a terminal alone."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """Say this in place of what was said before, on no more than one line."""
+        """Replace the line."""
         if self._live:
             width = get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Leave the line clean."""
+        """Erase the line."""
         if self._live:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

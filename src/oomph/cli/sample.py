@@ -7,15 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oomph.cli.arguments import VerbParser
-from oomph.cli.output import emit, emit_json
-from oomph.cli.plan import not_negative, positive
-from oomph.cli.train import FAILED, need_torch, whole
+from oomph.cli.arguments import VerbParser, need_torch, not_negative, positive, whole
+from oomph.cli.output import DONE, FAILED, emit, emit_json
 from oomph.errors import InputError, Problem
 
 if TYPE_CHECKING:
+    from oomph.data.tokenizer import Tokenizer
     from oomph.training.model import GPT
-    from oomph.training.text import Codec
 
 DEFAULT_PROMPT = "\n"  # nanoGPT's
 _COLDEST = 1e-6  # a temperature below it takes the likeliest anyway, and overflows
@@ -25,54 +23,55 @@ def run(argv: list[str]) -> int:
     """Generate and print."""
     options = _parser().parse_args(argv)
     _check(options)
-    need_torch()
-    from oomph.training.failure import is_out_of_memory
-    from oomph.training.sample import open_model
-    from oomph.training.text import codec_for, codec_of_run
+    need_torch("sample")
+    from oomph.data.manifest import find_dataset
+    from oomph.data.tokenizer import tokenizer_of
+    from oomph.training.errors import is_out_of_memory
+    from oomph.training.sample import open_model, tokenizer_of_run
 
     opened = open_model(Path(options.run), _device(options.device))
     vocab_size = opened.config.vocab_size
     if options.dataset is not None:
-        codec = codec_for(options.dataset, options.tokenizer_dir, vocab_size)
+        tokenizer = tokenizer_of(find_dataset(options.dataset), options.tokenizer_dir, vocab_size)
     else:
         dataset = opened.config.dataset
-        codec = codec_of_run(opened.run, dataset, vocab_size, options.tokenizer_dir, opened.data_folder)
+        tokenizer = tokenizer_of_run(opened.run, dataset, vocab_size, options.tokenizer_dir, opened.data_folder)
     prompt = _prompt(options)
-    tokens = codec.encode(prompt)
+    tokens = [int(token) for token in tokenizer.encode([prompt])[0]]
     if not tokens:
-        if codec.end_of_text is None:
+        if tokenizer.end_of_text is None:
             raise InputError(Problem("--prompt", "empty, and the vocabulary has no end-of-text to begin with"))
-        tokens = [codec.end_of_text]
+        tokens = [tokenizer.end_of_text]
     if max(tokens) >= vocab_size:
-        what = f"the tokenizer {codec.name} makes tokens that the model has no word for"
+        what = f"the tokenizer {tokenizer.name} makes tokens beyond the model's vocabulary"
         found = f"token {max(tokens)}, vocab_size = {vocab_size}"
         raise InputError(Problem("--prompt", what, found=found, allowed="--dataset NAME: the data it was trained on"))
     try:
-        texts, lengths = _speak(opened.model, codec, prompt, tokens, options)
+        texts, lengths = _speak(opened.model, tokenizer, prompt, tokens, options)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         print("ERROR: no memory is left for the keys and values: fewer --samples would fit", file=sys.stderr)
         return FAILED
     if options.json:
-        emit_json({"prompt": prompt, "tokenizer": codec.name, "samples": texts, "tokens": lengths})
+        emit_json({"prompt": prompt, "tokenizer": tokenizer.name, "samples": texts, "tokens": lengths})
     if options.save:
         _save(opened.run, options.seed, "".join(_shown(prompt, text) for text in texts))
-    return 0
+    return DONE
 
 
 def _speak(
-    model: GPT, codec: Codec, prompt: str, tokens: list[int], options: argparse.Namespace
+    model: GPT, tokenizer: Tokenizer, prompt: str, tokens: list[int], options: argparse.Namespace
 ) -> tuple[list[str], list[int]]:
     """The texts and their lengths in tokens; printed as they come, unless they are wanted as JSON."""
     from oomph.training.sample import Sampling, generate_groups
 
     sampling = Sampling(options.temperature, options.top_k or None, options.top_p, options.seed)
-    stop = codec.end_of_text if options.stop else None
+    stop = tokenizer.end_of_text if options.stop else None
     texts: list[str] = []
     lengths: list[int] = []
     for group in generate_groups(model, tokens, options.tokens, sampling, options.samples, stop):
-        new = [codec.decode(sample) for sample in group]
+        new = [tokenizer.decode(sample) for sample in group]
         if not options.json:
             emit("".join(_shown(prompt, text) for text in new))
         if options.json or options.save:

@@ -9,26 +9,20 @@ from contextlib import suppress
 from pathlib import Path
 
 from oomph import config as configs
-from oomph.cli.arguments import VerbParser
-from oomph.cli.output import emit_json
-from oomph.cli.plan import add_source, keys_help, positive
+from oomph.cli.arguments import VerbParser, add_source, need_torch, positive, whole
+from oomph.cli.output import DONE, FAILED, INTERRUPTED, NO, emit_json
 from oomph.errors import InputError, Problem
-
-NO, FAILED, INTERRUPTED = 1, 3, 130
 
 
 def run(argv: list[str]) -> int:
     """Train; the exit code says how it ended."""
-    parser = _parser()
-    if "--help" in argv or "-h" in argv:
-        parser.epilog = keys_help()
-    options, overrides = parser.parse(argv)
+    options, overrides = _parser().parse(argv)
     sources, resume = _what_to_resume(options)
     loaded = configs.load(sources, overrides)
-    need_torch()
-    from oomph.training.failure import DoesNotFitError, OtherRankError, TrainingError
-    from oomph.training.options import Options
+    need_torch("train")
+    from oomph.training.errors import DoesNotFitError, OtherRankError, TrainingError
     from oomph.training.run import train
+    from oomph.training.start import Options
 
     asked = Options(
         resume=resume,
@@ -54,7 +48,7 @@ def run(argv: list[str]) -> int:
         return FAILED
     if options.json and os.environ.get("RANK", "0") == "0":
         emit_json(result.to_dict())
-    return INTERRUPTED if result.interrupted else 0
+    return INTERRUPTED if result.interrupted else DONE
 
 
 def _complain(error: Exception) -> None:
@@ -76,31 +70,19 @@ def _what_to_resume(options: argparse.Namespace) -> tuple[list[str], bool | str]
     return sources, runs[0] if runs else options.resume
 
 
-def whole(text: str) -> int:
-    """A whole number of at least one."""
-    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
-    return int(text)
-
-
-def need_torch() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        raise InputError(Problem("oomph train", "needs torch", allowed="after: pip install 'oomph[train]'"))
-
-
 def _parser() -> VerbParser:
     parser = VerbParser(
-        "train", "Train a GPT: nanoGPT's configs, data and checkpoints, in less memory, exactly resumable."
+        "train", "Train a GPT: nanoGPT's configs, data and checkpoints, in less memory, exactly resumable.", keys=True
     )
     add_source(parser)
     parser.add_argument(
         "--resume", action="store_true", help="go on with the run in out_dir, or with the folder or checkpoint named"
     )
-    parser.add_argument("--force", action="store_true", help="train though the plan says that it does not fit")
-    parser.add_argument("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
-    parser.add_argument("--weights", metavar="PATH", help="first weights: a checkpoint, or Hugging Face's safetensors")
+    parser.add_argument("--force", action="store_true", help="train although the plan says that it does not fit")
+    parser.add_argument("--overwrite", action="store_true", help="start over in a folder that holds a run")
+    parser.add_argument(
+        "--weights", metavar="PATH", help="initial weights: a checkpoint, or Hugging Face's safetensors"
+    )
     parser.add_argument(
         "--order",
         choices=("random", "epochs"),
@@ -112,7 +94,7 @@ def _parser() -> VerbParser:
         "--save_minutes", type=positive, metavar="M", help="a checkpoint at least this often; default 15"
     )
     for name, what in (
-        ("tensorboard", "write event files too, in out_dir/tensorboard"),
+        ("tensorboard", "write event files in out_dir/tensorboard (needs oomph[track])"),
         ("export", "at the end, the weights for Hugging Face's GPT-2"),
     ):
         parser.add_argument(f"--{name}", action="store_true", default=None, help=what)

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from oomph.config import pickles
-from oomph.config.keys import keys
-from oomph.config.layer import Layer
-from oomph.config.values import Said
+from oomph.config.layer import Layer, SourcedValue
+from oomph.config.schema import keys
 from oomph.errors import InputError, Problem
 
-SHAPE_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # the weights fix them
+SHAPE_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # the weights have this shape
 
 
 def read(path: Path, label: str) -> Layer:
@@ -36,10 +35,10 @@ def read(path: Path, label: str) -> Layer:
 def _take(layer: Layer, values: Mapping[object, object], label: str, only: tuple[str, ...] | None) -> None:
     for name, value in values.items():
         if not isinstance(name, str) or name not in keys():
-            layer.notes.append(f"{label}: {str(name)[:60]} is no key of nanoGPT or oomph; passed over")
+            layer.notes.append(f"{label}: {str(name)[:60]} is not a key of nanoGPT or oomph; skipped")
             layer.foreign.add(str(name))
         elif value is not None and (only is None or name in only or name not in layer.values):
-            layer.values[name] = Said(value, label)
+            layer.values[name] = SourcedValue(value, label)
 
 
 def _content(path: Path, label: str) -> Mapping[object, object]:
@@ -74,5 +73,5 @@ def _mapping(data: bytes, label: str) -> Mapping[object, object]:
             )
         ) from None
     if not isinstance(content, dict):
-        raise InputError(Problem(where=label, what="a torch file, but not a checkpoint: it holds no dict"))
+        raise InputError(Problem(where=label, what="a torch file, but not a checkpoint: it does not hold a dict"))
     return content

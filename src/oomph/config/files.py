@@ -1,52 +1,57 @@
-"""A source named by the user, found and read: which format it is, told by content before suffix."""
+"""A config file of any format, told by content before suffix; and what the dataset's folder says of a run."""
 
 from __future__ import annotations
 
+import json
 import stat
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from oomph.config.layer import Known, Layer
-from oomph.config.presets import PRESETS
+from oomph.config import checkpoint, nanogpt, pickles
+from oomph.config.documents import read_json, read_toml
+from oomph.config.layer import Layer, Scope, SourcedValue
+from oomph.config.schema import PRESETS
 from oomph.errors import InputError, Problem, nearest
 
 MAX_TEXT_BYTES = 2**18  # nanoGPT's whole train.py is 15 KiB
+MAX_META_BYTES = 2**24
+VOCABULARY_MULTIPLE = 64  # nanoGPT's 50304 is GPT-2's 50257 rounded up to it
+TRAIN, META, MANIFEST = "train.bin", "meta.pkl", "meta.json"
 ZIP_MAGIC = b"PK\x03\x04"  # torch.save writes zip archives
 MAX_LISTED = 10_000  # names of a folder looked at for the nearest one
 
 _UNDERSTOOD = (
-    f"a nanoGPT .py file, .toml, Hugging Face's config.json, a nanoGPT ckpt.pt, or one of {', '.join(PRESETS)}"
+    "a nanoGPT .py file, .toml, Hugging Face's config.json, a nanoGPT ckpt.pt, "
+    f"or one of {', '.join(PRESETS)}, nanochat-d20"
 )
 
 
-def read(path: Path, label: str, known: Known) -> Layer:
-    """The layer of a file of any format. Raises `InputError` where it is none we understand."""
+def read(path: Path, label: str, scope: Scope) -> Layer:
+    """The layer of a file of any format. Raises `InputError` where the format is unknown."""
     head = _head(path, label)
     if head.startswith(ZIP_MAGIC):
-        from oomph.config.checkpoint import read as read_checkpoint
-
-        return read_checkpoint(path, label)
+        return checkpoint.read(path, label)
     _refuse_binary(head, label)
-    return read_text(_text(path, label), label, known)
+    return read_text(_text(path, label), label, scope)
 
 
-def read_text(text: str, label: str, known: Known) -> Layer:
-    """The layer of a config's text; `label` is its name, whose suffix tells the format where the text does not."""
+def exists(name: str) -> bool:
+    """Whether there is a file or folder of that name; a name that no file can have is none."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def read_text(text: str, label: str, scope: Scope) -> Layer:
+    """The layer of a config's text; `label` is its name, whose suffix gives the format where the text does not."""
     suffix = Path(label).suffix.lower()
     if suffix in (".yaml", ".yml", ".ini", ".cfg"):
         raise InputError(Problem(where=label, what=f"{suffix} files are not understood", allowed=_UNDERSTOOD))
     if suffix == ".json" or (suffix not in (".py", ".toml") and text.lstrip().startswith("{")):
-        from oomph.config.documents import read_json
-
         return read_json(text, label)
-    if suffix == ".toml":
-        from oomph.config.documents import read_toml
-
-        layer = read_toml(text, label)
-    else:
-        from oomph.config.nanogpt import read as read_python  # brings in ast
-
-        layer = read_python(text, label, known)
+    layer = read_toml(text, label) if suffix == ".toml" else nanogpt.read(text, label, scope)
     if not text.strip():
         layer.notes.append(f"{label}: the file is empty; it changes nothing")
     elif not layer.values and not layer.problems:
@@ -55,7 +60,7 @@ def read_text(text: str, label: str, known: Known) -> Layer:
 
 
 def _head(path: Path, label: str) -> bytes:
-    """The first bytes of the file, once it is sure to be one."""
+    """The first bytes of the file. Raises `InputError` where there is no regular file."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -81,7 +86,7 @@ def _missing(path: Path, label: str) -> Problem:
 
 
 def _inside(folder: Path) -> str | None:
-    """The config a folder holds, such as the checkpoint of a nanoGPT out_dir."""
+    """The config file in a folder, such as the checkpoint of a nanoGPT out_dir; None where there is none."""
     names = _names(folder)
     best = next((name for name in ("config.toml", "config.json", "ckpt.pt", "train.py") if name in names), None)
     return str(folder / best) if best else None
@@ -95,9 +100,9 @@ def _names(folder: Path) -> list[str]:
 
 
 def _refuse_binary(head: bytes, label: str) -> None:
-    """What is not text is refused by what it seems to be."""
+    """Raises `InputError` for pickles and safetensors files, saying what to give instead."""
     if head.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        what = "a pickle, or a torch file in the format from before torch 1.6: it cannot be read without running it"
+        what = "a pickle, or a torch file from before torch 1.6: it cannot be read without running it"
         cure = "a checkpoint in torch's zip format: load this one with torch and torch.save it again"
         raise InputError(Problem(where=label, what=what, allowed=cure))
     if head[8:9] == b"{" and b"\0" in head[:8]:
@@ -124,3 +129,82 @@ def _text(path: Path, label: str) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise InputError(Problem(where=f"{label}:{line}", what="the file is not in UTF-8")) from None
+
+
+# --- the dataset's folder ------------------------------------------------------------------------------
+
+
+def is_plain_name(dataset: str) -> bool:
+    """Whether the dataset is a plain name, not a path that leads elsewhere."""
+    return dataset not in (".", "..") and not any(letter in dataset for letter in "/\\:\0")
+
+
+def look_at_dataset(dataset: str, roots: Iterable[Path]) -> Layer:
+    """`dataset_tokens` and `vocab_size` from the dataset's folder; an empty layer where there is none.
+
+    nanoGPT reads data/NAME in the folder it runs in; `roots` are that folder and those of the config files.
+    """
+    layer = Layer()
+    folder = _folder(dataset, roots)
+    if folder is None:
+        return layer
+    _manifest(folder / MANIFEST, layer)
+    meta = _meta(folder / META, layer)
+    words = meta.get("vocab_size")
+    if isinstance(words, int) and not isinstance(words, bool):  # nanoGPT takes it as it is
+        layer.values["vocab_size"] = SourcedValue(words, str(folder / META))
+    if "dataset_tokens" in layer.values:
+        return layer
+    token_bytes = 4 if meta.get("dtype") in ("uint32", "int32") else 2
+    train = folder / TRAIN
+    size = train.stat().st_size if train.is_file() else 0
+    if size >= token_bytes:
+        layer.values["dataset_tokens"] = SourcedValue(size // token_bytes, f"{train}, at {token_bytes} bytes a token")
+    return layer
+
+
+def _folder(dataset: str, roots: Iterable[Path]) -> Path | None:
+    """The first folder of that name that holds data."""
+    for root in roots:
+        for folder in (root / "data" / dataset, root / dataset):
+            try:
+                if any((folder / name).is_file() for name in (TRAIN, META, MANIFEST)):
+                    return folder
+            except (OSError, ValueError):  # not a valid file name
+                continue
+    return None
+
+
+def _manifest(file: Path, layer: Layer) -> None:
+    """Add what `oomph data` wrote next to its token files. The vocabulary is padded, as nanoGPT pads GPT-2's."""
+    if not file.is_file() or file.stat().st_size > MAX_META_BYTES:
+        return
+    try:
+        content = json.loads(file.read_bytes())
+        tokens, words = int(content["splits"]["train"]["tokens"]), int(content["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        layer.notes.append(f"{file}: not a manifest of oomph data: skipped")
+        return
+    padded = -(-words // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    layer.values["dataset_tokens"] = SourcedValue(tokens, str(file))
+    layer.values["vocab_size"] = SourcedValue(
+        padded, f"{file}: {words}, rounded up to a multiple of {VOCABULARY_MULTIPLE}"
+    )
+
+
+def _meta(file: Path, layer: Layer) -> dict[object, object]:
+    try:
+        if not file.is_file():  # opening a named pipe would block
+            return {}
+        with file.open("rb") as stream:
+            data = stream.read(MAX_META_BYTES + 1)
+    except OSError:
+        return {}
+    try:
+        if len(data) > MAX_META_BYTES:
+            raise pickles.RefusedError("it is larger than 16 MiB")
+        content = pickles.read(data)
+    except pickles.RefusedError as refusal:
+        layer.notes.append(f"{file}: not read, and nothing in it was run: {refusal}")
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,31 +1,47 @@
-"""What one source says: values with their places, things passed over, and problems. Readers make these."""
+"""What one source says: its settings with their places, notes and problems. Every reader returns a `Layer`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from oomph.config.keys import KEYS
-from oomph.config.values import Said, Unreadable
+from oomph.config.schema import KEYS
 from oomph.errors import Problem, nearest
 
-MAX_UNKNOWN = 20  # named one by one: a file with more unknown keys is no config at all
+MAX_UNKNOWN = 20  # named one by one; a file with more is not a config
+
+
+class SourcedValue(NamedTuple):
+    """A value and where it was given. `firm` is False for a program's defaults, whose replacement needs no note."""
+
+    value: object
+    where: str
+    firm: bool = True
+
+
+@dataclass(frozen=True)
+class UnknownValue:
+    """A value that a file sets but that cannot be worked out from its text."""
+
+    reason: str
+    needs_running: bool = True  # False: the expression is wrong or out of bounds, running it would not help
 
 
 @dataclass
 class Layer:
-    """The outcome of reading one source."""
+    """What reading one source gave."""
 
-    values: dict[str, Said] = field(default_factory=dict)
+    values: dict[str, SourcedValue] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    foreign: set[str] = field(default_factory=set)  # keys of a fork, which later files may set too
-    ours: bool = False  # oomph's own format: its trainer is oomph unless said otherwise
+    foreign: set[str] = field(default_factory=set)  # a fork's own keys, which later files may set too
+    program: str | None = None  # whose format it is: the trainer, unless one is set
 
 
 @dataclass
-class Known:
-    """What is known before a source is read: every value so far, and a fork's own keys."""
+class Scope:
+    """The names a config file may use: every value so far, and a fork's own keys."""
 
     names: dict[str, object]
     foreign: set[str] = field(default_factory=set)
@@ -34,13 +50,13 @@ class Known:
         self.foreign |= layer.foreign
         for name, said in layer.values.items():
             if said.value is None:
-                self.names[name] = Unreadable("it is not said")
+                self.names[name] = UnknownValue("it is not set")
             else:
                 self.names[name] = said.value
 
 
 def unknown_keys(names: Sequence[tuple[str, str]], advice: str = "") -> list[Problem]:
-    """Names that are no keys, each with its place: almost always misspellings, which nanoGPT would have let pass."""
+    """Problems for names that are not keys, each with its place: mostly misspellings, which nanoGPT would accept."""
     problems = [
         Problem(
             where=where,
@@ -55,8 +71,8 @@ def unknown_keys(names: Sequence[tuple[str, str]], advice: str = "") -> list[Pro
     return problems
 
 
-def reason(error: BaseException) -> str:
-    """Why a parser gave up, in few words of its own and none about Python's inner limits."""
+def parser_message(error: BaseException) -> str:
+    """A parser's error in a few words, without Python's internal limits."""
     text = str(getattr(error, "msg", None) or error)
     if isinstance(error, RecursionError | MemoryError):
         return "nested too deeply to be read"

@@ -1,8 +1,8 @@
 """A nanoGPT config file, or a whole `train.py`, read from its syntax tree. Nothing in it is ever run.
 
-nanoGPT executes such files, so people write arithmetic, helper variables and conditions in them. Those are worked out;
-what only running could tell is passed over with a note where no prediction needs it, and is a problem where one does.
-A misspelt key, which nanoGPT accepts in silence, is a problem too.
+nanoGPT executes such files, so people write arithmetic, helper variables and conditions in them. Those are worked out.
+A value that only running the file could tell is skipped with a note if no prediction needs it, else it is a problem.
+A misspelt key, which nanoGPT silently accepts, is a problem too.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-from oomph.config.bindings import names_read, names_set, sets_anything
-from oomph.config.evaluate import ExpressionError, UndecidableError, evaluate, parse, words
-from oomph.config.keys import keys
-from oomph.config.layer import Known, Layer, unknown_keys
-from oomph.config.values import Said, Unreadable
+from oomph.config.expression import ExpressionError, UndecidableError, describe, evaluate, parse
+from oomph.config.layer import Layer, Scope, SourcedValue, UnknownValue, unknown_keys
+from oomph.config.schema import keys
 from oomph.errors import InputError, Problem, nearest
 
+_SETS_ANYTHING = frozenset({"exec", "execfile", "globals", "locals", "vars", "setattr"})
 _BLOCKS = {
     ast.For: "a loop",
     ast.AsyncFor: "a loop",
@@ -34,15 +33,15 @@ _BLOCKS = {
 }
 
 
-def read(text: str, label: str, known: Known) -> Layer:
-    """The layer of a `.py` file. `known` gives the names it may use, and learns those it sets."""
+def read(text: str, label: str, known: Scope) -> Layer:
+    """The layer of a `.py` file. `scope` holds the names it may use, and is given those it sets."""
     try:
         body = parse(text).body
     except ExpressionError as error:
         line = error.args[1]
         raise InputError(Problem(where=f"{label}:{line}" if line else label, what=str(error.args[0]))) from None
     end = next((place for place, statement in enumerate(body) if _ends_config(statement)), None)
-    reader = _Reader(label, known, whole_program=end is not None)
+    reader = _ConfigReader(label, known, whole_program=end is not None)
     try:
         reader.run(body[:end])
     except RecursionError:
@@ -51,7 +50,7 @@ def read(text: str, label: str, known: Known) -> Layer:
 
 
 def _ends_config(statement: ast.stmt) -> bool:
-    """Is this the line of a train.py after which settings end and the program begins?"""
+    """Whether this statement of a train.py ends the settings and begins the program."""
     match statement:
         case ast.Assign(targets=[ast.Name(id="config_keys")]):
             return True
@@ -60,19 +59,19 @@ def _ends_config(statement: ast.stmt) -> bool:
     return False
 
 
-class _Reader:
-    """Walks the statements in order, as the interpreter would, and keeps what it learns."""
+class _ConfigReader:
+    """Walks the statements in order, as the interpreter would, and collects the settings."""
 
-    def __init__(self, label: str, known: Known, whole_program: bool) -> None:
+    def __init__(self, label: str, known: Scope, whole_program: bool) -> None:
         self.label = label
         self.names = known.names
         self.foreign = known.foreign
         self.whole_program = whole_program
         self.layer = Layer()
-        self.helpers: dict[str, int] = {}  # a name that is no key -> the line that sets it
+        self.helpers: dict[str, int] = {}  # a name that is not a key -> the line that sets it
         self.feeds: dict[str, set[str]] = {}  # a name -> the names its value is made of
         self.deciding: set[str] = set()  # names that conditions read
-        self.elsewhere: set[str] = set()  # names read by code that is passed over
+        self.elsewhere: set[str] = set()  # names read by code that is skipped
 
     def run(self, statements: Iterable[ast.stmt]) -> None:
         for statement in statements:
@@ -110,7 +109,7 @@ class _Reader:
             self._unpack(target.elts, value, statement)
         else:  # torch.backends.cuda.matmul.allow_tf32 = True
             self.elsewhere |= names_read(target, value)
-            self._note(statement, f"sets {words(target)}, which is no key; passed over")
+            self._note(statement, f"sets {describe(target)}, which is not a key; skipped")
 
     def _unpack(self, targets: Sequence[ast.expr], value: ast.expr, statement: ast.stmt) -> None:
         """`n_layer, n_head = 6, 6`: every value is worked out before any name is set, as Python does."""
@@ -121,7 +120,7 @@ class _Reader:
         plain = [target.id for target in targets if isinstance(target, ast.Name)]
         self.elsewhere |= names_read(*targets)
         if len(found) != len(targets) or len(plain) != len(targets) or any(isinstance(f, tuple) for f in found):
-            self._forget(names_set(targets), statement, "it is unpacked from something that cannot be told")
+            self._forget(names_set(targets), statement, "it is unpacked from something that cannot be worked out")
             self.elsewhere |= names_read(value)
             return
         for name, item, result in zip(plain, items, found, strict=True):
@@ -132,30 +131,32 @@ class _Reader:
         try:
             return evaluate(value, self.names)
         except ExpressionError as error:
-            return Unreadable(f"its value cannot be worked out: {error}", needs_running=False)
+            return UnknownValue(f"its value cannot be worked out: {error}", needs_running=False)
         except UndecidableError as error:
             if name == "dtype" and _leaves(value) == ["bfloat16", "float16"]:
-                return None  # nanoGPT's own default, which depends on the card: not said
+                return None  # nanoGPT's own default, which depends on the card: not set
             if name == "device" and "cuda" in _leaves(value):
                 self._note(statement, "device depends on the machine; cuda is taken")
                 return "cuda"
-            return Unreadable(f"only running the file could tell {error}")
+            return UnknownValue(f"only running the file could tell {error}")
 
     def _set(self, name: str, value: object, statement: ast.stmt) -> None:
-        self.names[name] = Unreadable("it is not said") if value is None and name in keys() else value
+        self.names[name] = UnknownValue("it is not set") if value is None and name in keys() else value
         if name in keys():
-            self.layer.values[name] = Said(value, self._where(statement), firm=not self.whole_program)
+            self.layer.values[name] = SourcedValue(value, self._where(statement), firm=not self.whole_program)
         else:
             self.helpers.setdefault(name, statement.lineno)
 
     def _forget(self, names: Iterable[str], statement: ast.stmt, reason: str) -> bool:
-        """Names that code passed over could set are no longer known. Is there a key among them?"""
+        """Mark names that skipped code could set as unreadable. Returns whether a key is among them."""
         found = False
         for name in sorted(names):
-            self.names[name] = Unreadable(reason)
+            self.names[name] = UnknownValue(reason)
             if name in keys():
                 found = True
-                self.layer.values[name] = Said(self.names[name], self._where(statement), firm=not self.whole_program)
+                self.layer.values[name] = SourcedValue(
+                    self.names[name], self._where(statement), firm=not self.whole_program
+                )
         return found
 
     def _condition(self, statement: ast.If, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> None:
@@ -164,7 +165,7 @@ class _Reader:
         try:
             chosen, other = (body, orelse) if evaluate(test, self.names) else (orelse, body)
         except (UndecidableError, ExpressionError) as error:
-            self._pass_over(statement, "a condition", f"it is set under a condition that cannot be told: {error}")
+            self._pass_over(statement, "a condition", f"it is set under a condition that cannot be worked out: {error}")
             return
         self.elsewhere |= names_read(*other)
         self.run(chosen)
@@ -179,10 +180,10 @@ class _Reader:
         if anything := sets_anything(statement):
             self._could_set_anything(statement, anything)
         elif not self._forget(names_set([statement]), statement, reason or f"it is set by {what}, which is not run"):
-            self._note(statement, f"{what} is not run and sets no key; passed over")
+            self._note(statement, f"{what} is not run and sets no key; skipped")
 
     def _refuse_hidden_setting(self, statement: ast.stmt, value: ast.expr) -> None:
-        """Settings made inside an expression: `x = exec(...)`, `x = (batch_size := 4)`."""
+        """Handle what an expression itself could set: `x = exec(...)`, `x = (batch_size := 4)`."""
         if anything := sets_anything(value):
             self._could_set_anything(statement, anything)
         inside = {n.target.id for n in ast.walk(value) if isinstance(n, ast.NamedExpr)}
@@ -197,7 +198,7 @@ class _Reader:
         self.layer.problems.append(problem)
 
     def finish(self) -> Layer:
-        """The layer, after every name that is no key has been accounted for."""
+        """The layer, with a note or a problem for each name that is neither a key nor used by one."""
         unknown: list[tuple[str, str]] = []
         useful = self._reach(set(self.layer.values) | self.deciding)
         seen_elsewhere = self._reach(self.elsewhere)
@@ -206,24 +207,24 @@ class _Reader:
             if self.whole_program:
                 self.layer.foreign.add(name)
                 if name not in useful:
-                    self.layer.notes.append(f"{where}: {name} is no key of nanoGPT or oomph; passed over")
-            elif name.startswith("__"):  # __author__ and the like are nobody's settings
+                    self.layer.notes.append(f"{where}: {name} is not a key of nanoGPT or oomph; skipped")
+            elif name.startswith("__"):  # __author__ and the like are not settings
                 continue
             elif name in self.foreign:
-                self.layer.notes.append(f"{where}: {name} is a key of the fork alone; passed over")
+                self.layer.notes.append(f"{where}: {name} is a key of the fork only; skipped")
             elif name in useful:
                 continue
             elif name in seen_elsewhere:
                 near = nearest(name, list(keys()))
                 hint = f" (the nearest key is {near})" if near else ""
-                self.layer.notes.append(f"{where}: {name} is no key{hint}; passed over")
+                self.layer.notes.append(f"{where}: {name} is not a key{hint}; skipped")
             else:
                 unknown.append((name, where))
         self.layer.problems += unknown_keys(unknown, "; for a fork's own keys name its train.py first")
         return self.layer
 
     def _reach(self, start: set[str]) -> set[str]:
-        """The names that feed, through any number of helpers, into those in `start`, and `start` itself."""
+        """`start`, and the names whose values go into it through any number of helpers."""
         reached: set[str] = set()
         waiting = list(start)
         while waiting:
@@ -245,3 +246,52 @@ def _leaves(value: ast.expr) -> list[object]:
     if isinstance(value, ast.IfExp):
         return _leaves(value.body) + _leaves(value.orelse)
     return [value.value] if isinstance(value, ast.Constant) else [None]
+
+
+# --- which names a piece of Python reads or could set ---------------------------------------------------
+
+
+def names_read(*nodes: ast.AST) -> set[str]:
+    """Every name the code reads, at any depth."""
+    return {
+        inner.id
+        for node in nodes
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)
+    }
+
+
+def sets_anything(node: ast.AST) -> str | None:
+    """What in the code could set any name at all, such as `exec`; None where nothing could."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id in _SETS_ANYTHING:
+            return f"{inner.func.id}()"
+        if isinstance(inner, ast.ImportFrom) and any(alias.name == "*" for alias in inner.names):
+            return f"from {inner.module or '.'} import *"
+    return None
+
+
+def names_set(nodes: Iterable[ast.AST]) -> set[str]:
+    """Every module-level name the code could set. A function's own variables are not among them."""
+    found: set[str] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found |= {name} | _declared_global(node)
+                continue
+            case ast.Lambda():
+                continue
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {(alias.asname or alias.name).split(".")[0] for alias in names}
+            case ast.ExceptHandler(name=str(name)):
+                found.add(name)
+        waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _declared_global(node: ast.AST) -> set[str]:
+    return {name for inner in ast.walk(node) if isinstance(inner, ast.Global) for name in inner.names}

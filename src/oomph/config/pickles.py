@@ -1,12 +1,13 @@
-"""A pickle read as data. Pickles are programs; this reads the few instructions that build plain values and runs none.
+"""A pickle read as data. Pickles are programs; this follows only the instructions that build plain values.
 
-Names in the pickle (`torch._utils._rebuild_tensor_v2`) are never looked up: those a checkpoint of nanoGPT needs become
-inert `StandIn`s, and any other name, or any other instruction, refuses the whole pickle.
+Names in the pickle (`torch._utils._rebuild_tensor_v2`) are never imported: those that a nanoGPT checkpoint needs become
+inert `StandIn`s; any other name or instruction makes the whole pickle refused.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class StandIn:
-    """What stands where an object of torch or numpy would: its name and nothing else."""
+    """An object of torch or numpy, as its name only."""
 
     name: str
 
@@ -50,12 +51,14 @@ _MARK = StandIn("mark")
 
 def read(data: bytes) -> object:
     """The plain values of a pickle, with a `StandIn` for each tensor. Raises `RefusedError`; runs nothing."""
-    machine = _Machine()
+    machine = _PickleMachine()
     try:
-        for name, arg in _instructions(data):
-            if name == "STOP":
-                return machine.pop()
-            machine.step(name, arg)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # pickletools decodes escapes in text and warns of odd ones
+            for name, arg in _instructions(data):
+                if name == "STOP":
+                    return machine.pop()
+                machine.step(name, arg)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise RefusedError(f"the pickle is damaged ({type(error).__name__})") from None
     raise RefusedError("the pickle is cut short")
@@ -68,7 +71,7 @@ def _instructions(data: bytes) -> Iterator[tuple[str, Any]]:
         yield opcode.name, arg
 
 
-class _Machine:
+class _PickleMachine:
     """The stack and the memo of a pickle, for the instructions that build plain values."""
 
     def __init__(self) -> None:
@@ -110,7 +113,7 @@ class _Machine:
         return items
 
     def admit(self, module: str, name: str) -> None:
-        """A name becomes a stand-in if a checkpoint of nanoGPT may hold it."""
+        """Push a stand-in for a name that nanoGPT's checkpoints may hold; any other is refused."""
         if (module, name) == ("collections", "OrderedDict"):
             self.stack.append(_ORDERED_DICT)
         elif (
@@ -158,23 +161,23 @@ def _dict_of(items: list[Any]) -> dict[Any, Any]:
 
 
 def _plain_key(key: Any) -> Any:
-    """A key that takes no time to hash: a tuple that holds itself twice, many times over, would take for ever."""
+    """The key, if it is quick to hash: nested tuples can be made to take forever."""
     if key is not None and not isinstance(key, str | bytes | int | float):
         raise RefusedError("the pickle has a key that is neither text nor a number")
     return key
 
 
-def _two(machine: _Machine) -> list[Any]:
+def _two(machine: _PickleMachine) -> list[Any]:
     value, key = machine.pop(), machine.pop()
     return [key, value]
 
 
-def _persistent(machine: _Machine) -> None:
+def _persistent(machine: _PickleMachine) -> None:
     machine.pop()  # where the tensor's bytes lie in the archive: never read
     machine.stack.append(StandIn("storage"))
 
 
-def _stack_global(machine: _Machine) -> None:
+def _stack_global(machine: _PickleMachine) -> None:
     name, module = machine.pop(), machine.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise TypeError
@@ -187,9 +190,9 @@ _LITERAL = re.compile(r"(BIN|SHORT_BIN)?(INT[12]?|STRING|UNICODE8?|BYTES8?|FLOAT
 _PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 _GET = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _IGNORED = frozenset({"PROTO", "FRAME"})
-_HANDLERS: dict[str, Callable[[_Machine], Any]] = {
-    "POP": _Machine.pop,
-    "POP_MARK": _Machine.to_mark,
+_HANDLERS: dict[str, Callable[[_PickleMachine], Any]] = {
+    "POP": _PickleMachine.pop,
+    "POP_MARK": _PickleMachine.to_mark,
     "TUPLE": lambda m: m.stack.append(tuple(m.to_mark())),
     "TUPLE1": lambda m: m.tuple_of(1),
     "TUPLE2": lambda m: m.tuple_of(2),
@@ -202,7 +205,7 @@ _HANDLERS: dict[str, Callable[[_Machine], Any]] = {
     "APPENDS": lambda m: m.extend(m.to_mark()),
     "ADDITEMS": lambda m: m.extend(m.to_mark()),
     "STACK_GLOBAL": _stack_global,
-    "REDUCE": _Machine.call,
-    "BUILD": _Machine.pop,  # the state of an object that stays inert
+    "REDUCE": _PickleMachine.call,
+    "BUILD": _PickleMachine.pop,  # the state of an object that stays inert
     "BINPERSID": _persistent,
 }

@@ -1,29 +1,47 @@
-"""`TrainConfig`: every setting of a training run, with nanoGPT's names and defaults, and ours beside them.
+"""`TrainConfig`: every setting of a training run, with nanoGPT's names and defaults, then ours; and its keys as data.
 
-Each field carries its description and its limits, and they live nowhere else: `oomph plan --help`, the web
-form and `validate` all read them from here. A value of None means "not said": `settle` fills it from the trainer
-and the device, and says why.
+Each field carries its description and limits, and they are written nowhere else: `oomph plan --help`, the web form and
+`validate` read them from here. None means "not set": `settle` fills it in from trainer and device, with a reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Annotated, Any
+from dataclasses import dataclass
+from functools import cache, partial
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-NEWEST_TORCH = "2.13"  # what is assumed when nobody says which PyTorch will run
+NEWEST_TORCH = "2.13"  # assumed where the config does not say which PyTorch will run
 DEFAULT_LOSS_CHUNK = 2048  # tokens: large enough for full-speed matrix products, small beside a micro-batch
-COMPILED_LOSS_CHUNK = 4096  # where a compiled loss has no float32 copy of them
-TRAINERS = ("nanogpt", "oomph")
+COMPILED_LOSS_CHUNK = 4096  # a compiled loss makes no float32 copy of the chunk's logits
+TRAINERS = ("nanogpt", "oomph", "hf", "nanochat")
+# Architectures that `step.models` describes, by transformers' names for them.
+MODEL_TYPES = (
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt",
+    "mixtral", "qwen3_moe", "nanochat",
+)  # fmt: skip
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTIONS = ("flash", "efficient", "math")
+ATTENTIONS = ("flash", "efficient", "math", "flash3")
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor", "muon")
 OPTIMIZER_LOOPS = ("fused", "foreach", "forloop")
-INITS = ("scratch", "resume", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, with the heads of the released
+# models; nanoGPT's GPT.from_pretrained has the same.
+GPT2_SHAPES: dict[str, dict[str, int]] = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+}
+GPT2_VOCABULARY = 50257
+GPT2_BLOCK = 1024
+PRESETS = tuple(GPT2_SHAPES)
+INITS = ("scratch", "resume", *PRESETS)
 
-# The largest sizes taken: far beyond any real run, and small enough that every later product stays a sane number.
+# The largest sizes accepted: far beyond any real run, and small enough that later products stay finite.
 MANY = 10_000_000  # sequences, micro-steps, devices
 MANY_STEPS = 10**12
 
@@ -32,9 +50,9 @@ def _key(
     description: str,
     *,
     whose: str = "nanogpt",
-    needed: bool = True,  # a prediction needs its value; a mere label may stay unread
+    needed: bool = True,  # predictions depend on its value; False for mere labels
     choices: Sequence[str] = (),
-    **limits: Any,  # ge, le, lt, pattern, as msgspec has them
+    **limits: Any,  # ge, gt, le, lt, pattern, as msgspec has them
 ) -> msgspec.Meta:
     extra = {"whose": whose, "needed": needed}
     schema = {"enum": list(choices)} if choices else None
@@ -45,14 +63,14 @@ _our = partial(_key, whose="oomph")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One training run. Frozen: change it with `msgspec.structs.replace`."""
+    """Every setting of one training run. Frozen: change it with `msgspec.structs.replace`."""
 
     # --- nanoGPT's keys, with nanoGPT's defaults -------------------------------------------------
     out_dir: Annotated[str, _key("where the run is written", needed=False)] = "out"
     eval_interval: Annotated[int, _key("optimizer steps between evaluations", ge=1, le=MANY_STEPS)] = 2000
     log_interval: Annotated[int, _key("optimizer steps between log lines", ge=1, le=MANY_STEPS)] = 1
-    eval_iters: Annotated[int, _key("batches of each split an evaluation reads", ge=1, le=10**9)] = 200
-    eval_only: Annotated[bool, _key("evaluate once and leave")] = False
+    eval_iters: Annotated[int, _key("batches of each split per evaluation", ge=1, le=10**9)] = 200
+    eval_only: Annotated[bool, _key("evaluate once and stop")] = False
     always_save_checkpoint: Annotated[bool, _key("save after each evaluation, better or not", needed=False)] = True
     init_from: Annotated[str, _key("a new model, a resumed run, or OpenAI's weights", choices=INITS)] = "scratch"
     wandb_log: Annotated[bool, _key("log to Weights & Biases", needed=False)] = False
@@ -60,13 +78,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     wandb_run_name: Annotated[str, _key("the run at Weights & Biases", needed=False)] = "gpt2"
     dataset: Annotated[str, _key("data/NAME/ with train.bin and val.bin, or a path", needed=False)] = "openwebtext"
     gradient_accumulation_steps: Annotated[
-        int, _key("micro-steps to one optimizer step, over all devices", ge=1, le=MANY)
+        int, _key("micro-steps per optimizer step, over all devices", ge=1, le=MANY)
     ] = 40
-    batch_size: Annotated[int, _key("sequences to one micro-step", ge=1, le=MANY)] = 12
-    block_size: Annotated[int, _key("tokens to one sequence", ge=1, le=100_000_000)] = 1024
+    batch_size: Annotated[int, _key("sequences per micro-step", ge=1, le=MANY)] = 12
+    block_size: Annotated[int, _key("tokens per sequence", ge=1, le=100_000_000)] = 1024
     n_layer: Annotated[int, _key("transformer blocks", ge=1, le=1000)] = 12
-    n_head: Annotated[int, _key("attention heads to a block", ge=1, le=1_000_000)] = 12
-    n_embd: Annotated[int, _key("width", ge=1, le=1_000_000)] = 768
+    n_head: Annotated[int, _key("attention heads per block", ge=1, le=1_000_000)] = 12
+    n_embd: Annotated[int, _key("width of the model", ge=1, le=1_000_000)] = 768
     dropout: Annotated[float, _key("probability that a value is dropped", ge=0, lt=1)] = 0.0
     bias: Annotated[bool, _key("biases in linear layers and layer norms")] = False
     learning_rate: Annotated[float, _key("learning rate at the top of the schedule", ge=0)] = 6e-4
@@ -88,26 +106,77 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = "cuda"
     dtype: (
-        Annotated[str, _key("precision of the arithmetic; unsaid: bfloat16 where the device has it", choices=DTYPES)]
+        Annotated[str, _key("precision of the arithmetic; unset: bfloat16 where the device has it", choices=DTYPES)]
         | None
     ) = None
     compile: Annotated[bool, _key("torch.compile the model")] = True
 
     # --- ours -----------------------------------------------------------------------------------
-    vocab_size: Annotated[int, _our("words; nanoGPT takes it from the data's meta.pkl, else 50304", ge=1, le=2**32)] = (
+    vocab_size: Annotated[int, _our("vocabulary size; nanoGPT reads it from meta.pkl, else 50304", ge=1, le=2**32)] = (
         50304
     )
+    model_type: Annotated[str, _our("the architecture, by transformers' name for it", choices=MODEL_TYPES)] = "gpt2"
+    num_key_value_heads: (
+        Annotated[int, _our("heads of keys and values, fewer than n_head with grouped queries", ge=1, le=1_000_000)]
+        | None
+    ) = None
+    head_dim: Annotated[int, _our("size of a head; not set: n_embd / n_head", ge=1, le=1_000_000)] | None = None
+    intermediate_size: Annotated[int, _our("width inside the MLP; not set: 4 × n_embd", ge=1, le=10_000_000)] | None = (
+        None
+    )
+    hidden_act: (
+        Annotated[str, _our("the MLP's activation; not set: the architecture's own", choices=ACTIVATIONS)] | None
+    ) = None
+    max_position_embeddings: (
+        Annotated[int, _our("rows of a table of positions; not set: block_size", ge=1, le=100_000_000)] | None
+    ) = None
+    word_embed_proj_dim: (
+        Annotated[int, _our("width of the token embedding where it is not the model's (OPT)", ge=1, le=1_000_000)]
+        | None
+    ) = None
+    do_layer_norm_before: Annotated[bool, _our("norms before attention and MLP, not after them (OPT)")] = True
+    use_parallel_residual: Annotated[bool, _our("attention and MLP read the same input (GPT-NeoX)")] = True
+    attention_dropout: (
+        Annotated[float, _our("dropout of attention's weights; not set: as dropout", ge=0, lt=1)] | None
+    ) = None
+    num_experts: Annotated[int, _our("experts per block, of a mixture of experts", ge=1, le=100_000)] | None = None
+    num_experts_per_tok: (
+        Annotated[int, _our("experts that compute a token, of num_experts", ge=1, le=100_000)] | None
+    ) = None
+    moe_intermediate_size: (
+        Annotated[int, _our("width inside an expert; not set: intermediate_size", ge=1, le=10_000_000)] | None
+    ) = None
+    norm_topk_prob: Annotated[bool, _our("the chosen experts' weights are made to sum to 1")] = True
+    sliding_window: Annotated[int, _our("tokens that a windowed block attends to", ge=1, le=100_000_000)] | None = None
+    sliding_window_pattern: (
+        Annotated[int, _our("every so many blocks one attends to all tokens; not set: none does", ge=1, le=1000)] | None
+    ) = None
+    window_pattern: (
+        Annotated[
+            str, _our("nanochat's windows by block, repeated: L sees all, S a quarter", pattern=r"^[SLsl]{1,100}$")
+        ]
+        | None
+    ) = None
+    attn_logit_softcapping: Annotated[float, _our("soft cap of attention's scores", gt=0)] | None = None
+    final_logit_softcapping: Annotated[float, _our("soft cap of the logits", gt=0)] | None = None
+    partial_rotary_factor: Annotated[float, _our("share of each head that is rotated", gt=0, le=1)] = 1.0
     tie_weights: Annotated[bool, _our("one matrix for the token embedding and the head")] = True
-    trainer: Annotated[str, _our("the program that runs: nanogpt as published, or oomph", choices=TRAINERS)] = "nanogpt"
+    trainer: Annotated[
+        str,
+        _our(
+            "the program that runs: nanogpt as published, oomph, hf (transformers' Trainer) or nanochat",
+            choices=TRAINERS,
+        ),
+    ] = "nanogpt"
     return_logits: (
-        Annotated[bool, _our("a training step returns logits; unsaid: nanogpt does, oomph does not")] | None
+        Annotated[bool, _our("a training step returns logits; unset: nanogpt does, oomph does not")] | None
     ) = None
     loss_chunk: (
-        Annotated[int, _our("tokens a chunk of head and loss, 0 for all at once; unsaid: the trainer's", ge=0, le=MANY)]
+        Annotated[int, _our("tokens per chunk of head and loss, 0: all at once; unset: the trainer's", ge=0, le=MANY)]
         | None
     ) = None
     checkpoint_layers: Annotated[
-        int, _our("blocks, from the first, whose activations are computed again in backward", ge=0, le=10_000)
+        int, _our("blocks, from the first, whose activations are recomputed in the backward", ge=0, le=10_000)
     ] = 0
     attention: Annotated[str, _our("the attention kernel", choices=ATTENTIONS)] = "flash"
     autocast: Annotated[bool, _our("False with bfloat16: weights, gradients and optimizer are bfloat16 themselves")] = (
@@ -116,11 +185,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     allow_tf32: Annotated[bool, _our("float32 matrix products on tensor cores, as nanoGPT allows")] = True
     optimizer: Annotated[str, _our("the optimizer", choices=OPTIMIZERS)] = "adamw"
     optimizer_loop: (
-        Annotated[str, _our("how the optimizer goes over tensors; unsaid: fused on a GPU", choices=OPTIMIZER_LOOPS)]
+        Annotated[str, _our("how the optimizer goes over tensors; unset: fused on a GPU", choices=OPTIMIZER_LOOPS)]
         | None
     ) = None
     expandable_segments: Annotated[bool, _our("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")] = False
-    world_size: Annotated[int, _our("devices; gradient_accumulation_steps is shared out among them", ge=1, le=MANY)] = 1
+    world_size: Annotated[int, _our("devices; gradient_accumulation_steps is divided among them", ge=1, le=MANY)] = 1
     torch_version: Annotated[
         str,
         _our(
@@ -132,3 +201,89 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[int, _our("tokens in the training split, for epochs; 3.68B is understood", ge=1, le=10**18)] | None
     ) = None
     seed: Annotated[int, _our("of the random numbers; nanoGPT's is 1337", needed=False, ge=0, le=2**63 - 1)] = 1337
+
+
+Whose = Literal["nanogpt", "oomph"]
+KeyType = type[int] | type[float] | type[str] | type[bool]
+KEYS = TrainConfig.__struct_fields__  # every name, in the schema's order
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "True or False"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a config: enough to document it, to make a form field for it and to check a value."""
+
+    name: str
+    type: str  # in words: "whole number", "number", "text", "True or False"
+    default: int | float | str | bool | None
+    description: str
+    whose: Whose
+    kind: KeyType
+    optional: bool  # None is allowed and means "not set"
+    needed: bool  # predictions depend on its value
+    choices: tuple[str, ...]
+    pattern: str | None
+    ge: float | None
+    gt: float | None
+    le: float | None
+    lt: float | None
+
+    @property
+    def allowed(self) -> str:
+        """What a value may be, as an error message says it."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.pattern is not None:
+            return self.description
+        if self.kind is str:
+            return "text on one line, of at most 4096 characters"
+        if self.kind is bool:
+            return "True or False"
+        return f"a {self.type}{self._limits()}"
+
+    def _limits(self) -> str:
+        if self.gt is not None:
+            return f" of more than {self.gt:,}" + (f", at most {self.le:,}" if self.le is not None else "")
+        if self.ge is None:
+            return ""
+        if self.lt is not None:
+            return f" from {self.ge:,} up to but not including {self.lt:,}"
+        if self.le is not None:
+            return f" from {self.ge:,} to {self.le:,}"
+        return f" of at least {self.ge:,}"
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Every key by name, in the schema's order."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    defaults = TrainConfig.__struct_defaults__
+    return {name: _key_of(name, hints[name], default) for name, default in zip(KEYS, defaults, strict=True)}
+
+
+def describe_keys() -> list[Key]:
+    """Every key in the schema's order, nanoGPT's first: for `oomph plan --help` and for a form."""
+    return list(keys().values())
+
+
+def _key_of(name: str, hint: object, default: int | float | str | bool | None) -> Key:
+    parts = [hint] if get_origin(hint) is Annotated else [part for part in get_args(hint) if part is not NoneType]
+    kind, meta = get_args(parts[0])
+    extra = meta.extra
+    schema = meta.extra_json_schema or {}
+    return Key(
+        name=name,
+        type=_WORDS[kind],
+        default=default,
+        description=meta.description,
+        whose=extra["whose"],
+        kind=kind,
+        optional=get_origin(hint) is not Annotated,
+        needed=extra["needed"],
+        choices=tuple(schema.get("enum", ())),
+        pattern=meta.pattern,
+        ge=meta.ge,
+        gt=meta.gt,
+        le=meta.le,
+        lt=meta.lt,
+    )

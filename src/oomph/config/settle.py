@@ -1,4 +1,4 @@
-"""The last step of a config: what nobody said is decided from the trainer and the device, with its reason."""
+"""The last step of a config: unset keys are filled in from the trainer and the device, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Protocol
 
 import msgspec
 
+from oomph.config.hugging_face import OWN_ACTIVATIONS
 from oomph.config.load import LoadedConfig
 from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TrainConfig
 
-Decision = tuple[str | int | bool, str]  # a value and its reason
+Decision = tuple[str | int | float | bool, str]  # a value and its reason
 
 
 class SettlingDevice(Protocol):
-    """What a decision needs to know of a device."""
+    """What these decisions depend on."""
 
     @property
     def kind(self) -> str: ...  # cuda, rocm, cpu or mps
@@ -25,17 +26,18 @@ class SettlingDevice(Protocol):
     def capability(self) -> tuple[int, int] | None: ...  # CUDA's, where it has one
 
 
-# Keys of ours that nanoGPT as published cannot follow, and what it does instead.
+# Keys of ours that nanoGPT as published does not have, and what it does.
 NANOGPT_HAS = {"checkpoint_layers": 0, "loss_chunk": 0, "optimizer": "adamw"}
-CPU_LOSS_CHUNK = 512  # tokens; measured: below, the products get slow; above, only the memory grows
+CPU_LOSS_CHUNK = 512  # tokens; measured: smaller ones make the products slow, larger ones only take memory
 FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernel needs Ampere; before that SDPA takes the memory-efficient one
+FLASH3_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0))  # what nanochat finds kernels of FlashAttention 3 for
 FLASH_HEAD_SIZE = 256  # and heads of at most this size
 
 
 def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False) -> LoadedConfig:
-    """The same config with no None left but `dataset_tokens`. What was said is kept, or its loss is noted.
+    """The config with every None filled in but `dataset_tokens`. Set keys are kept, or a note says why not.
 
-    `own_model`: the user's own stands in for nanoGPT's, and with it any optimizer.
+    `own_model`: the user's own model replaces nanoGPT's, and any optimizer is allowed.
     """
     config = loaded.config
     decisions: dict[str, Decision] = {}
@@ -53,6 +55,10 @@ def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False
             f"{loaded.sources['dtype']}: dtype = {config.dtype!r} has no effect: nanoGPT switches autocast off where "
             f"the device is not CUDA, so it computes in float32"
         )
+    if config.trainer == "nanochat" and not loaded.said("attention"):
+        dtype = decisions["dtype"][0] if "dtype" in decisions else config.dtype
+        decisions |= _flash3(str(dtype), device)
+    decisions |= {key: rule for key, rule in _shape_rules(config).items() if getattr(config, key) is None}
     if config.return_logits is None:
         decisions["return_logits"] = _return_logits(config)
     if config.loss_chunk is None:
@@ -67,30 +73,65 @@ def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False
     return LoadedConfig(settled, sources, notes, loaded.files)
 
 
+def _shape_rules(config: TrainConfig) -> dict[str, Decision]:
+    """Keys of a model's shape that may be left unset, as they follow from the others."""
+    inner = config.intermediate_size or 4 * config.n_embd
+    rules: dict[str, Decision] = {
+        "num_key_value_heads": (config.n_head, "as many as n_head"),
+        "head_dim": (config.n_embd // config.n_head, "n_embd / n_head"),
+        "intermediate_size": (4 * config.n_embd, "4 × n_embd"),
+        "hidden_act": _activation(config),
+        "attention_dropout": (config.dropout, "as dropout"),
+        "max_position_embeddings": (config.block_size, "block_size"),
+    }
+    return rules | ({"moe_intermediate_size": (inner, "as intermediate_size")} if config.num_experts else {})
+
+
+def follows(config: TrainConfig, key: str) -> bool:
+    """Whether a settled key has the value that the rest of the model's shape gives it."""
+    rule = _shape_rules(config).get(key)
+    return rule is not None and rule[0] == getattr(config, key)
+
+
+def _activation(config: TrainConfig) -> Decision:
+    if config.model_type == "nanochat":
+        return "relu", "nanochat squares what relu leaves"
+    if config.trainer == "hf":
+        return OWN_ACTIVATIONS.get(config.model_type, "silu"), f"{config.model_type}'s in transformers"
+    return "gelu", "nanoGPT's"
+
+
 def _as_published(config: TrainConfig, loaded: LoadedConfig, own_model: bool) -> tuple[TrainConfig, list[str]]:
-    """nanoGPT's own behaviour where a key asks for something that only oomph train does."""
+    """The config as nanoGPT can run it, and a note for each key that only oomph train has."""
     asked = {key: value for key, value in NANOGPT_HAS.items() if getattr(config, key) not in (value, None)}
     if own_model:
         asked.pop("optimizer", None)
         return msgspec.structs.replace(config, **asked), []
     notes = [
-        f"{loaded.sources[key]}: nanoGPT as published has no {key}, so its figures are without it; oomph train has"
+        f"{loaded.sources[key]}: nanoGPT as published has no {key}, so its figures are without it; oomph train has it"
         for key in asked
     ]
     return msgspec.structs.replace(config, **asked), notes
 
 
+def _flash3(dtype: str, device: SettlingDevice) -> dict[str, Decision]:
+    """nanochat takes FlashAttention 3 where its kernels are built for the card and compute in its dtype."""
+    if device.kind == "cuda" and device.capability in FLASH3_CAPABILITIES and dtype == "bfloat16":
+        return {"attention": ("flash3", f"nanochat takes FlashAttention 3 on {device.name}")}
+    return {}
+
+
 def _no_flash(config: TrainConfig, device: SettlingDevice) -> str | None:
-    """Why PyTorch will not take its flash kernel, or None where it will."""
+    """Why PyTorch will not use its flash kernel; None where it will."""
     if device.kind == "cuda" and device.capability is not None and device.capability < FLASH_CAPABILITY:
-        return f"{device.name} is too old for the flash kernel, and PyTorch takes its memory-efficient one"
-    if device.kind == "cuda" and config.n_embd // config.n_head > FLASH_HEAD_SIZE:
+        return f"{device.name} is too old for the flash kernel, and PyTorch uses its memory-efficient one"
+    if device.kind == "cuda" and (config.head_dim or config.n_embd // config.n_head) > FLASH_HEAD_SIZE:
         return f"heads wider than {FLASH_HEAD_SIZE} are too wide for the flash kernel"
     return None
 
 
 def _no_autocast(device: SettlingDevice) -> bool:
-    """nanoGPT calls every device whose name lacks "cuda" a CPU, and gives a CPU no autocast. ROCm's name is cuda."""
+    """nanoGPT treats every device without "cuda" in its name as a CPU, without autocast. ROCm's name is cuda."""
     return device.kind not in ("cuda", "rocm")
 
 
@@ -98,7 +139,9 @@ def _dtype(config: TrainConfig, device: SettlingDevice) -> Decision:
     if _no_autocast(device):
         if config.trainer == "nanogpt":
             return "float32", f"nanoGPT does not autocast on {device.name}"
-        return "float32", f"half precision is seldom faster on {device.name}"
+        return "float32", f"half precision is rarely faster on {device.name}"
+    if config.trainer == "nanochat" and not device.has_bf16:
+        return "float32", f"{device.name} has no bfloat16, and nanochat takes float32 then"
     if device.has_bf16:
         return "bfloat16", f"{device.name} has bfloat16"
     return "float16", f"{device.name} has no bfloat16"
@@ -107,26 +150,30 @@ def _dtype(config: TrainConfig, device: SettlingDevice) -> Decision:
 def _return_logits(config: TrainConfig) -> Decision:
     if config.loss_chunk:
         return False, "a loss in chunks never holds all logits"
+    if config.trainer == "hf":
+        return False, "the Trainer lets them go before backward"
+    if config.trainer == "nanochat":
+        return False, "nanochat's training step returns only the loss"
     if config.trainer == "nanogpt":
         return True, "nanoGPT's training step returns its logits"
     return False, "oomph's training step returns only the loss"
 
 
 def _loss_chunk(config: TrainConfig, device: SettlingDevice) -> Decision:
-    if config.trainer == "nanogpt":
-        return 0, "nanoGPT computes all logits at once"
+    if config.trainer != "oomph":
+        return 0, f"{config.trainer} computes all logits at once"
     if config.return_logits:
-        return 0, "return_logits needs all of them at once"
+        return 0, "return_logits needs all logits at once"
     if device.kind == "cpu":
-        return CPU_LOSS_CHUNK, f"chunks of {CPU_LOSS_CHUNK} tokens are quickest on a CPU"
+        return CPU_LOSS_CHUNK, f"chunks of {CPU_LOSS_CHUNK} tokens are fastest on a CPU"
     return usual_loss_chunk(config), f"oomph computes the loss in chunks of {usual_loss_chunk(config)} tokens"
 
 
 def usual_loss_chunk(config: TrainConfig) -> int:
-    """Tokens a chunk on a GPU, of a config whose precision is decided.
+    """Tokens per chunk of the loss on a GPU, for a config whose dtype is settled.
 
-    Under autocast every chunk ends with a sum over the head's float32 gradient: fewer, larger ones are quicker. Where
-    they are compiled they can be larger, since a logit then takes 2 bytes instead of 6.
+    Under autocast each chunk adds to the head's float32 gradient, so fewer, larger chunks are faster. Compiled ones can
+    be larger, since a logit then takes 2 bytes instead of 6.
     """
     larger = config.compile and config.autocast and config.dtype != "float32"
     return COMPILED_LOSS_CHUNK if larger else DEFAULT_LOSS_CHUNK
@@ -135,6 +182,10 @@ def usual_loss_chunk(config: TrainConfig) -> int:
 def _optimizer_loop(config: TrainConfig, device: SettlingDevice) -> Decision:
     if config.trainer == "oomph":
         return "fused", "oomph fuses the optimizer on every device"
+    if config.trainer == "hf":
+        return "fused", "the Trainer's default is adamw_torch_fused"
+    if config.trainer == "nanochat":
+        return "fused", "nanochat compiles its optimizer's step"
     if _no_autocast(device):
-        return "forloop", "nanoGPT fuses AdamW on CUDA alone, and torch loops over tensors elsewhere"
+        return "forloop", "nanoGPT fuses AdamW on CUDA only, and torch loops over tensors elsewhere"
     return "fused", "nanoGPT fuses AdamW on CUDA"

@@ -1,41 +1,22 @@
-"""One value against its key: made the right type where that is safe, or a `Problem` that says what is allowed."""
+"""Values checked against their keys, one by one and then together: each as the right type, or a `Problem`."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
 
-from oomph.config.keys import Key
+from oomph.config.layer import SourcedValue, UnknownValue
+from oomph.config.schema import Key, TrainConfig, keys
 from oomph.errors import Problem, nearest
+from oomph.units import parse_count
 
-Value = int | float | str | bool | None
+ConfigValue = int | float | str | bool | None
 MAX_TEXT = 4096  # characters of one text value
 
-_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_COUNT = re.compile(r"([+-]?)([0-9_]{1,30})(?:\.([0-9]{1,30}))? ?([kKmMbBtT])")
-_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
-
-class Said(NamedTuple):
-    """A value somebody gave, and where. `firm` is False for a program's own defaults, which overrule nothing."""
-
-    value: object
-    where: str
-    firm: bool = True
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A value that a file gives but that cannot be told from its text."""
-
-    reason: str
-    needs_running: bool = True  # False: the expression is wrong or out of bounds, running it would not help
-
-
-def coerce(key: Key, value: object, where: str) -> Value | Problem:
-    """`value` as the key's type, or the problem with it. Never guesses: only lossless changes of type are made."""
+def coerce(key: Key, value: object, where: str) -> ConfigValue | Problem:
+    """`value` as the key's type, or the problem with it. Only lossless conversions are made."""
     if value is None and key.optional:
         return None
     made = _as_kind(key, value)
@@ -47,39 +28,8 @@ def coerce(key: Key, value: object, where: str) -> Value | Problem:
     return made
 
 
-def parse_text(key: Key, text: str) -> object:
-    """What `--key=text` means: nanoGPT's literals, and friendlier. `coerce` then judges it."""
-    text = text.strip()
-    if key.optional and text.lower() == "none":
-        return None
-    if key.kind is bool:
-        return _TRUTHS.get(text.lower(), text)
-    if key.kind is str:
-        return _unquoted(text)
-    number = count(text) if key.kind is int else None
-    if number is not None:
-        return number
-    from oomph.config.evaluate import ExpressionError, UndecidableError, evaluate_text
-
-    try:
-        return evaluate_text(text)
-    except (UndecidableError, ExpressionError):
-        return text  # not a number: coerce says so, with the text as it was written
-
-
-def count(text: str) -> int | float | None:
-    """The number in "3.68B", "10M" or "5k"; None where the text is not such a number."""
-    match = _COUNT.fullmatch(text)
-    if match is None or not match[2].strip("_"):
-        return None
-    sign, whole, fraction, suffix = match.groups(default="")
-    scale: int = 10 ** len(fraction)
-    scaled: int = int(sign + whole.replace("_", "") + fraction) * _SUFFIXES[suffix.lower()]
-    return scaled // scale if scaled % scale == 0 else scaled / scale
-
-
 def show(value: object) -> str:
-    """A value as a message shows it: never long, whatever it is."""
+    """A value as a message shows it, in few characters whatever it is."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"a number of {value.bit_length():,} bits"  # printing it could take minutes, or be refused by Python
     if isinstance(value, str):
@@ -89,8 +39,8 @@ def show(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _as_kind(key: Key, value: object) -> Value:
-    """The value as the key's type, or None where that would need a guess."""
+def _as_kind(key: Key, value: object) -> ConfigValue:
+    """The value as the key's type, or None where the conversion would lose or guess something."""
     if key.kind is bool:
         return bool(value) if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)) else None
     if key.kind is str:
@@ -100,7 +50,7 @@ def _as_kind(key: Key, value: object) -> Value:
     if key.kind is float:
         return _as_float(value)
     if isinstance(value, str):
-        value = count(value)
+        value = parse_count(value)
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         value = int(value)
     return value if isinstance(value, int) else None
@@ -111,11 +61,11 @@ def _as_float(value: object) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond every float
+    except OverflowError:  # an integer too large for a float
         return None
 
 
-def _within(key: Key, value: Value) -> bool:
+def _within(key: Key, value: ConfigValue) -> bool:
     if isinstance(value, str):
         if key.choices:
             return value in key.choices
@@ -126,12 +76,102 @@ def _within(key: Key, value: Value) -> bool:
         return True
     return (
         (key.ge is None or value >= key.ge)
+        and (key.gt is None or value > key.gt)
         and (key.le is None or value <= key.le)
         and (key.lt is None or value < key.lt)
     )
 
 
-def _unquoted(text: str) -> str:
-    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
-    return text
+def validate(config: TrainConfig, sources: Mapping[str, str] | None = None) -> list[Problem]:
+    """Every problem of a config; none where it is valid. `sources` says where each value came from."""
+    said = {name: SourcedValue(getattr(config, name), (sources or {}).get(name, "default")) for name in keys()}
+    return check(said)[1]
+
+
+def check(values: Mapping[str, SourcedValue]) -> tuple[dict[str, ConfigValue], list[Problem]]:
+    """The valid values, each as its key's type, and every problem."""
+    valid: dict[str, ConfigValue] = {}
+    problems: list[Problem] = []
+    for name, key in keys().items():
+        said = values[name]
+        if isinstance(said.value, UnknownValue):
+            advice = f"give --{name}=VALUE; {key.allowed}"
+            problems.append(Problem(where=said.where, what=f"{name}: {said.value.reason}", allowed=advice))
+            continue
+        result = coerce(key, said.value, _place(name, said))
+        if isinstance(result, Problem):
+            problems.append(result)
+        else:
+            valid[name] = result
+    return valid, problems + _together(valid, values)
+
+
+def _together(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue]) -> list[Problem]:
+    """Problems of several valid values together."""
+    problems: list[Problem] = []
+
+    def numbers(*names: str) -> list[int] | None:
+        found = [value for name in names if isinstance(value := valid.get(name), int)]
+        return found if len(found) == len(names) else None
+
+    if (pair := numbers("n_embd", "n_head")) and pair[0] % pair[1] and valid.get("head_dim") is None:
+        width, heads = pair
+        near = f"{width // heads * heads or heads} or {(width // heads + 1) * heads}"
+        what = "n_embd is not a multiple of n_head"
+        problems.append(_problem("n_embd", values, what, f"{width} over {heads} heads", f"such as {near}"))
+    if (pair := numbers("gradient_accumulation_steps", "world_size")) and pair[0] % pair[1]:
+        what = "gradient_accumulation_steps is not a multiple of world_size"
+        allowed = f"a multiple of {pair[1]}: the micro-steps are divided among the devices"
+        problems.append(_problem("gradient_accumulation_steps", values, what, f"{pair[0]} over {pair[1]}", allowed))
+    if (pair := numbers("checkpoint_layers", "n_layer")) and pair[0] > pair[1]:
+        what = "checkpoint_layers is more than the model's layers"
+        problems.append(_problem("checkpoint_layers", values, what, str(pair[0]), f"from 0 to n_layer = {pair[1]}"))
+    if (pair := numbers("n_head", "num_key_value_heads")) and pair[0] % pair[1]:
+        what = "n_head is not a multiple of num_key_value_heads"
+        problems.append(
+            _problem("num_key_value_heads", values, what, f"{pair[0]} over {pair[1]}", "a divisor of n_head")
+        )
+    problems += _program(valid, values)
+    if valid.get("return_logits") and valid.get("loss_chunk"):
+        what = "a loss in chunks never holds the logits that return_logits asks for"
+        allowed = "loss_chunk = 0, or return_logits = False"
+        problems.append(_problem("loss_chunk", values, what, f"loss_chunk = {valid['loss_chunk']}", allowed))
+    return problems
+
+
+_TRAINS = {"nanogpt": ("gpt2",), "oomph": ("gpt2",), "nanochat": ("nanochat",)}  # any other trains all but nanochat's
+
+
+def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue]) -> list[Problem]:
+    """Problems of an architecture under a trainer."""
+    architecture, trainer = valid.get("model_type"), str(valid.get("trainer"))
+    if architecture not in _TRAINS.get(trainer, (architecture,)) or (architecture == "nanochat" != trainer):
+        right = "nanochat" if architecture == "nanochat" else "hf"
+        what = (
+            f"{trainer} trains {', '.join(_TRAINS[trainer])} only"
+            if trainer in _TRAINS
+            else f"{trainer} has no nanochat"
+        )
+        return [_problem("trainer", values, what, f"model_type = {architecture!r}", f"trainer = {right!r}")]
+    if valid.get("attention") == "flash3" and trainer != "nanochat":
+        what = "only nanochat is planned with FlashAttention 3"
+        return [_problem("attention", values, what, f"trainer = {trainer!r}", "flash, efficient or math")]
+    inner, width = valid.get("intermediate_size"), valid.get("n_embd")
+    if trainer in ("nanogpt", "oomph") and isinstance(width, int) and inner not in (None, 4 * width):
+        what = "intermediate_size (n_inner) is not 4 × n_embd"
+        allowed = f"{4 * width}, or trainer = 'hf'"
+        return [_problem("intermediate_size", values, what, str(inner), allowed)]
+    rows, tokens = valid.get("max_position_embeddings"), valid.get("block_size")
+    has_table = trainer == "hf" and architecture in ("gpt2", "opt")
+    if has_table and isinstance(rows, int) and isinstance(tokens, int) and tokens > rows:
+        what = "block_size is longer than the table of positions"
+        return [_problem("block_size", values, what, str(tokens), f"at most max_position_embeddings = {rows}")]
+    return []
+
+
+def _problem(name: str, values: Mapping[str, SourcedValue], what: str, found: str, allowed: str) -> Problem:
+    return Problem(where=_place(name, values[name]), what=what, found=found, allowed=allowed)
+
+
+def _place(name: str, said: SourcedValue) -> str:
+    return name if said.where == "default" else said.where

@@ -1,4 +1,4 @@
-"""`info` and `check`: what a folder of token files holds, and whether it is whole."""
+"""`oomph data info` and `check`: what a folder of token files holds, and whether it is intact."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from oomph.data.failure import printable
+from oomph.data.errors import printable, require
 from oomph.data.manifest import (
     META_PICKLE,
     SPLITS,
@@ -20,17 +20,16 @@ from oomph.data.manifest import (
     read_meta_pickle,
     token_bytes,
 )
-from oomph.data.needs import need
+from oomph.data.tokenizer import GPT2_VOCAB_SIZE
 from oomph.data.work import JOURNAL, WORK, Journal, decode_journal
 from oomph.errors import InputError, Problem
 
-GPT2_VOCAB_SIZE = 50257
-CHUNK_BYTES = 2**22
+READ_BYTES = 2**22
 
 
 @dataclass
-class Checked:
-    """What was looked at, and what was found wrong."""
+class DataCheck:
+    """What was checked, and what failed."""
 
     folder: Path
     checks: list[str] = field(default_factory=list)
@@ -38,7 +37,7 @@ class Checked:
 
 
 def info(path: str | Path) -> dict[str, Any]:
-    """What a folder holds, as plain values: the manifest's, or what can be told without one."""
+    """What a folder holds, as plain values: from the manifest, or what can be told without one."""
     folder = _folder(path)
     manifest = read_manifest(folder)
     if manifest is not None:
@@ -74,14 +73,14 @@ def info(path: str | Path) -> dict[str, Any]:
     }
 
 
-def check(path: str | Path) -> Checked:
-    """Sizes, ids below the vocabulary, checksums. Reads every byte, in constant memory."""
-    need("numpy", "oomph data check")
+def check(path: str | Path) -> DataCheck:
+    """Check sizes, ids against the vocabulary, and checksums. Reads every byte, in constant memory."""
+    require("numpy", "oomph data check")
     folder = _folder(path)
-    result = Checked(folder)
+    result = DataCheck(folder)
     manifest = read_manifest(folder)
     if manifest is None and _unfinished(folder) is not None:
-        result.failures.append("unfinished: the same `oomph data` call goes on with it")
+        result.failures.append("unfinished: run the same `oomph data` command to finish it")
         return result
     vocab_size = manifest.vocab_size if manifest else _vocabulary(folder)[0]
     for name in SPLITS:
@@ -95,18 +94,18 @@ def check(path: str | Path) -> Checked:
     return result
 
 
-def _check_split(result: Checked, path: Path, manifest: Manifest | None, vocab_size: int) -> None:
+def _check_split(result: DataCheck, path: Path, manifest: Manifest | None, vocab_size: int) -> None:
     import numpy as np
 
     dtype = manifest.dtype if manifest else "uint16"
     try:
         size = path.stat().st_size
         if size % token_bytes(dtype):
-            result.failures.append(f"{path.name}: {size:,} bytes are not a whole number of {dtype} tokens")
+            result.failures.append(f"{path.name}: {size:,} bytes is not a whole number of {dtype} tokens")
             return
         digest, largest = hashlib.sha256(), -1
         with path.open("rb") as file:
-            while data := file.read(CHUNK_BYTES):
+            while data := file.read(READ_BYTES):
                 digest.update(data)
                 largest = max(largest, int(np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<")).max()))
     except OSError as error:
@@ -122,28 +121,28 @@ def _check_split(result: Checked, path: Path, manifest: Manifest | None, vocab_s
         return
     split = manifest.splits[path.stem]
     if tokens != split.tokens:
-        result.failures.append(f"{path.name}: {tokens:,} tokens, {split.tokens:,} were written")
+        result.failures.append(f"{path.name}: {tokens:,} tokens instead of {split.tokens:,}")
     elif digest.hexdigest() != split.sha256:
-        result.failures.append(f"{path.name}: SHA-256 is {digest.hexdigest()}, {split.sha256} was written")
+        result.failures.append(f"{path.name}: SHA-256 is {digest.hexdigest()} instead of {split.sha256}")
     else:
-        result.checks.append(f"{path.name}: SHA-256 as written")
+        result.checks.append(f"{path.name}: SHA-256 is right")
 
 
-def _check_size(result: Checked, manifest: Manifest) -> None:
-    """The meta.pkl from which nanoGPT takes the size of the vocabulary."""
+def _check_size(result: DataCheck, manifest: Manifest) -> None:
+    """Check the meta.pkl from which nanoGPT takes the vocabulary size."""
     try:
         size = read_meta_pickle(result.folder / META_PICKLE).get("vocab_size")
     except InputError as error:
         result.failures.append(f"{META_PICKLE}: {error.problems[0].what}")
         return
     if size == manifest.vocab_size:
-        result.checks.append(f"{META_PICKLE}: the vocabulary's {manifest.vocab_size:,}")
+        result.checks.append(f"{META_PICKLE}: vocabulary size {manifest.vocab_size:,} is right")
     else:
-        result.failures.append(f"{META_PICKLE}: says {size}, the vocabulary has {manifest.vocab_size:,}")
+        result.failures.append(f"{META_PICKLE}: vocabulary size {size} instead of {manifest.vocab_size:,}")
 
 
-def _check_vocabulary(result: Checked, manifest: Manifest) -> None:
-    """The file that turns ids back into text, where the set needs one."""
+def _check_vocabulary(result: DataCheck, manifest: Manifest) -> None:
+    """Check the file that turns ids back into text, if the set has one."""
     name = manifest.tokenizer.file
     if name == TOKENIZER:
         path = result.folder / name
@@ -159,13 +158,13 @@ def _check_vocabulary(result: Checked, manifest: Manifest) -> None:
     else:
         return
     if same:
-        result.checks.append(f"{name}: the vocabulary as written")
+        result.checks.append(f"{name}: the vocabulary is right")
     else:
-        result.failures.append(f"{name}: not the vocabulary that was written")
+        result.failures.append(f"{name}: not the vocabulary of this set")
 
 
 def _folder(path: str | Path) -> Path:
-    """Where a set or the beginning of one lies, looked for in the order in which `find_dataset` looks."""
+    """The folder of a finished or unfinished set, looked for in the same order as `find_dataset`."""
     named = Path(path).parent if Path(path).is_file() else Path(path)
     for folder in (Path("data") / named, named):
         if (folder / WORK).is_dir() or (folder / "train.bin").is_file() or read_manifest(folder) is not None:
@@ -184,7 +183,7 @@ def _unfinished(folder: Path) -> Journal | None:
 
 
 def _vocabulary(folder: Path) -> tuple[int, str]:
-    """The vocabulary of a set without manifest, and where it comes from."""
+    """The vocabulary size of a set without a manifest, and where it comes from."""
     path = folder / META_PICKLE
     if path.is_file():
         size = read_meta_pickle(path).get("vocab_size")

@@ -1,4 +1,4 @@
-"""`meta.json` beside the token files: what they hold, and from what they were made. docs/data.md lists its fields."""
+"""`meta.json` beside the token files: what they hold and what they were made from. docs/data.md lists its fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oomph.errors import InputError, Problem, nearest
 MANIFEST = "meta.json"
 META_PICKLE = "meta.pkl"
 TOKENIZER = "tokenizer.json"
-SET_FILES = ("train.bin", "val.bin", META_PICKLE, TOKENIZER)  # what a set may hold beside its manifest
+SET_FILES = ("train.bin", "val.bin", META_PICKLE, TOKENIZER)  # what a set may hold besides its manifest
 SPLITS = ("train", "val")
 VERSION = 1
 MAX_MANIFEST_BYTES = 2**26
@@ -29,27 +29,27 @@ class Split(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
-    """What turned text into ids."""
+    """Which tokenizer made the ids."""
 
     name: str  # gpt2, bytes, chars, bpe:8192, or the name of a tokenizer.json
     vocab_size: int
     end_of_text: int | None
     sha256: str
-    file: str | None = None  # beside the token files, where ids cannot be turned back into text without it
+    file: str | None = None  # beside the token files, if needed to turn ids back into text
 
 
 class Counts(msgspec.Struct):
-    """What was read, over both splits."""
+    """What was read, both splits together."""
 
     documents: int = 0
     empty: int = 0  # documents without text: left out
-    repaired: int = 0  # documents whose broken UTF-8 became U+FFFD
-    broken: int = 0  # rows that were no documents: left out because --skip_broken was said
-    text_bytes: int = 0  # UTF-8, of the documents taken
+    repaired: int = 0  # documents whose invalid UTF-8 became U+FFFD
+    broken: int = 0  # rows that are not documents, left out with --skip_broken
+    text_bytes: int = 0  # of the documents taken, as UTF-8
 
 
 class Manifest(msgspec.Struct):
-    """All that is known of a finished set."""
+    """Everything known about a finished set."""
 
     version: int
     dtype: Literal["uint16", "uint32"]  # little-endian
@@ -57,16 +57,16 @@ class Manifest(msgspec.Struct):
     tokenizer: TokenizerInfo
     splits: dict[str, Split]
     counts: Counts
-    files: list[str]  # all that belong to the set, beside this one
+    files: list[str]  # all files of the set besides meta.json
     recipe: dict[str, Any]  # sources and settings: the same recipe makes the same bytes
-    standard_input: dict[str, int | str] | None = None  # offset: how many bytes of it were read; their sha256
+    standard_input: dict[str, int | str] | None = None  # offset: how many bytes were read; sha256: of those
 
     @property
     def token_bytes(self) -> int:
         return token_bytes(self.dtype)
 
     def damage(self, folder: Path) -> list[str]:
-        """Files of the set that are gone or of another size, without reading them."""
+        """Files of the set that are missing or have the wrong size, without reading them."""
         sizes = {split.file: split.tokens * self.token_bytes for split in self.splits.values()}
         found = []
         for name in {**sizes, **dict.fromkeys(self.files)}:
@@ -74,17 +74,17 @@ class Manifest(msgspec.Struct):
             if not path.is_file():
                 found.append(f"{name} is missing")
             elif path.stat().st_size != sizes.get(name, path.stat().st_size):
-                found.append(f"{name} has {path.stat().st_size:,} bytes, {sizes[name]:,} were written")
+                found.append(f"{name} has {path.stat().st_size:,} bytes instead of {sizes[name]:,}")
         return found
 
 
 def token_bytes(dtype: str) -> int:
-    """Bytes a token takes in a file."""
+    """Bytes per token in a file."""
     return {"uint16": 2, "uint32": 4}[dtype]
 
 
 def find_dataset(dataset: str, roots: Iterable[Path] | None = None) -> Path:
-    """The folder that `dataset = 'name'` means: data/name as nanoGPT has it, or a path. It holds a train.bin."""
+    """The folder with a train.bin that `dataset = 'name'` means: data/name as in nanoGPT, or a path."""
     looked: list[Path] = []
     for root in roots or (Path(),):
         for folder in (root / "data" / dataset, root / dataset):
@@ -104,7 +104,7 @@ def find_dataset(dataset: str, roots: Iterable[Path] | None = None) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest in a folder, or None where there is none: a set that nanoGPT made, or one that is not finished."""
+    """The manifest in a folder; None if there is none, as in an unfinished set or one that nanoGPT made."""
     path = folder / MANIFEST
     try:
         with path.open("rb") as file:
@@ -118,17 +118,19 @@ def read_manifest(folder: Path) -> Manifest | None:
         check_parts(manifest.recipe, manifest.splits)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InputError(
-            Problem(str(path), "not a manifest of oomph data", found=str(error), allowed="--overwrite to make it anew")
+            Problem(str(path), "not a manifest of oomph data", found=str(error), allowed="--overwrite to start over")
         ) from None
     if manifest.version != VERSION:
         raise InputError(
-            Problem(str(path), "of another version", found=str(manifest.version), allowed=f"version {VERSION}")
+            Problem(
+                str(path), "made by another version of oomph", found=str(manifest.version), allowed=f"version {VERSION}"
+            )
         )
     return manifest
 
 
 def check_parts(recipe: dict[str, Any], splits: dict[str, Split]) -> None:
-    """Raise ValueError where a part is missing that the types do not vouch for."""
+    """Raise ValueError if something is missing that the types do not check."""
     if set(splits) != set(SPLITS):
         raise ValueError(f"the splits are not {' and '.join(SPLITS)}")
     sources = recipe.get("sources")
@@ -137,12 +139,12 @@ def check_parts(recipe: dict[str, Any], splits: dict[str, Split]) -> None:
 
 
 def to_json(value: object) -> bytes:
-    """JSON for people and programs alike."""
+    """Indented JSON."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def meta_pickle(characters: str, end_of_text: int | None) -> bytes:
-    """nanoGPT's meta.pkl for characters: plain dicts, which its train.py and sample.py read."""
+    """nanoGPT's meta.pkl for characters: plain dicts that its train.py and sample.py read."""
     import pickle
 
     names = list(characters) + (["<|endoftext|>"] if end_of_text is not None else [])
@@ -155,14 +157,14 @@ def meta_pickle(characters: str, end_of_text: int | None) -> bytes:
 
 
 def size_pickle(vocab_size: int) -> bytes:
-    """A meta.pkl from which nanoGPT's train.py takes the size of a vocabulary that is not of characters."""
+    """A meta.pkl that only tells nanoGPT's train.py the vocabulary size, for other tokenizers."""
     import pickle
 
     return pickle.dumps({"vocab_size": vocab_size}, protocol=4)
 
 
 def read_meta_pickle(path: Path) -> dict[str, Any]:
-    """nanoGPT's meta.pkl, read as data: nothing in it is run."""
+    """nanoGPT's meta.pkl, read as plain data: no code in it is executed."""
     from oomph.config import pickles
 
     try:

@@ -1,8 +1,8 @@
-"""Documents, and what of them goes to a worker at once.
+"""Documents, and the chunks of them that go to a worker.
 
-A source yields blocks of about `BLOCK_BYTES`. A block holds parts, a part becomes pieces of documents in the worker,
-and a block says where in the source the next one begins. A document larger than a block is cut where no tokenizer of
-the GPT-2 kind would join the two sides, so that the tokens are those of the whole.
+A source yields chunks of about `CHUNK_BYTES`. A chunk holds parts; the worker turns each part into pieces of documents.
+A chunk also says where in the source the next one begins. A document larger than a chunk is cut where GPT-2's pattern
+and its successors never join the two sides, so the tokens are those of the uncut document.
 """
 
 from __future__ import annotations
@@ -14,57 +14,58 @@ from typing import NamedTuple, Protocol
 
 from oomph.errors import Problem
 
-BLOCK_BYTES = 2**18  # about 30 ms of work: small enough that the last ones keep all cores busy
-SPLIT_HEAD_BYTES = 2**16  # of a document, which decide its split: a document may be far larger than memory
+CHUNK_BYTES = 2**18  # about 30 ms of work: small enough that all cores stay busy to the end
+SPLIT_HEAD_BYTES = 2**16  # the start of a document, which decides its split: the rest may not fit in memory
 
-State = dict[str, int | str]  # a place in a source: plain values, for the journal
+SourcePosition = dict[str, int | str]  # a position in a source, as plain values for the journal
+Identity = dict[str, int | str]  # what must stay the same in a source between two runs on one set
 
 
 class Piece(NamedTuple):
-    """A document, or a stretch of one."""
+    """A document, or a part of one."""
 
     text: str
     is_val: bool
     begins: bool
     ends: bool
-    end_of_text: bool  # the token follows
-    repaired: bool  # broken UTF-8 was replaced
+    end_of_text: bool  # the end-of-text token follows
+    repaired: bool  # invalid UTF-8 was replaced
 
 
-class Broken(NamedTuple):
-    """What stands where a document should."""
+class BrokenRow(NamedTuple):
+    """A row that is not a document, and why."""
 
     problem: Problem
 
 
-class Part(Protocol):
-    """What a source hands over; taken apart in the worker, so that parsing is shared out too."""
+class ChunkPart(Protocol):
+    """What a source yields. Parsed in the worker, so that parsing is parallel too."""
 
-    def pieces(self, val_fraction: float) -> Iterator[Piece | Broken]: ...
+    def pieces(self, val_fraction: float) -> Iterator[Piece | BrokenRow]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Parts for one worker at once."""
+class Chunk:
+    """Work for one worker."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ChunkPart, ...]
     size_bytes: int
-    at: State  # where the next block begins
-    read_bytes: int  # of the source as it lies on the disk, up to here: for the progress
+    at: SourcePosition  # where the next chunk begins
+    read_bytes: int  # of the source file so far, as stored on disk: for the progress line
 
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Text as it stood in a file: documents between separators, of which the first and the last may be cut."""
+    """Raw text from a file: documents between separators, of which the first and last may be cut."""
 
     data: bytes
     separator: bytes | None = None
-    continues: bool = False  # the first document began in an earlier block
+    continues: bool = False  # the first document began in an earlier chunk
     ends: bool = True  # the last document ends here
-    is_val: bool | None = None  # of the first document, where it is decided already
+    is_val: bool | None = None  # of the first document, if already decided
     end_of_text: bool = True
 
-    def pieces(self, val_fraction: float) -> Iterator[Piece | Broken]:
+    def pieces(self, val_fraction: float) -> Iterator[Piece | BrokenRow]:
         documents = [self.data] if self.separator is None else self.data.split(self.separator)
         last = len(documents) - 1
         for index, raw in enumerate(documents):
@@ -77,13 +78,13 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Documents that were read as text already."""
+    """Documents that were already read as text."""
 
-    texts: tuple[str | bytes | Broken | None, ...]  # bytes where a format calls them text and does not see to it
+    texts: tuple[str | bytes | BrokenRow | None, ...]  # bytes: a format's strings that may not be UTF-8
 
-    def pieces(self, val_fraction: float) -> Iterator[Piece | Broken]:
+    def pieces(self, val_fraction: float) -> Iterator[Piece | BrokenRow]:
         for text in self.texts:
-            if isinstance(text, Broken):
+            if isinstance(text, BrokenRow):
                 yield text
             elif isinstance(text, bytes):
                 decoded, repaired = decode(text)
@@ -93,20 +94,20 @@ class Rows:
 
 
 def whole(text: str, val_fraction: float) -> Piece:
-    """A document that came as one string."""
+    """A whole document as one piece."""
     head = text[:SPLIT_HEAD_BYTES]
     try:
         raw, repaired = head.encode(), False
         if len(text) > SPLIT_HEAD_BYTES:
             text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can carry and UTF-8 cannot
+    except UnicodeEncodeError:  # half a surrogate pair: valid in JSON, not in UTF-8
         text, repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
         raw = text[:SPLIT_HEAD_BYTES].encode()
     return Piece(text, in_val(raw, val_fraction), True, True, True, repaired)
 
 
 def decode(raw: bytes) -> tuple[str, bool]:
-    """The text, with U+FFFD for what is not UTF-8, and whether there was any such."""
+    """The text with U+FFFD for invalid UTF-8, and whether there was any."""
     try:
         return raw.decode(), False
     except UnicodeDecodeError:
@@ -114,48 +115,48 @@ def decode(raw: bytes) -> tuple[str, bool]:
 
 
 def cut(piece: Piece) -> Iterator[Piece]:
-    """A piece as pieces of about a block: tokenizers' patterns fail on a run of a million spaces."""
-    if len(piece.text) <= BLOCK_BYTES:
+    """The piece in pieces of at most about a chunk: tokenizers' patterns fail on a million spaces in a row."""
+    if len(piece.text) <= CHUNK_BYTES:
         yield piece
         return
     data = piece.text.encode()
     start, begins = 0, piece.begins
     while start < len(data):
-        block = data[start : start + BLOCK_BYTES]
-        last = start + len(block) == len(data)
-        block = block if last else block[: cut_place(block, len(block))]
-        start += len(block)
+        chunk = data[start : start + CHUNK_BYTES]
+        last = start + len(chunk) == len(data)
+        chunk = chunk if last else chunk[: cut_place(chunk, len(chunk))]
+        start += len(chunk)
         yield Piece(
-            text=block.decode(),
+            text=chunk.decode(),
             is_val=piece.is_val,
             begins=begins,
             ends=last and piece.ends,
             end_of_text=last and piece.end_of_text,
-            repaired=begins and piece.repaired,  # counted once a document
+            repaired=begins and piece.repaired,  # counted once per document
         )
         begins = False
 
 
 def in_val(document: bytes, val_fraction: float) -> bool:
-    """Whether a document belongs to the validation split: a fixed hash of its beginning, and of nothing else.
+    """Whether a document belongs to the validation split: decided by a fixed hash of its beginning alone.
 
-    The same document is on the same side in every set, whatever stands beside it; copies of it are never on both.
+    So a document is on the same side in every set, and its copies are never on both.
     """
     digest = blake2b(document[:SPLIT_HEAD_BYTES], digest_size=8, person=b"oomph split").digest()
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 
 
 def cut_place(data: bytes, limit: int) -> int:
-    """Where to cut at or before `limit`: best between a letter or digit and a space or newline.
+    """Where to cut, at or before `limit`: preferably between a letter or digit and a space or newline.
 
-    No piece of GPT-2's pattern, nor of its successors', joins those. Failing that, between any other character and
-    white space, which is exact for GPT-2's pattern; failing that, between two characters.
+    Neither GPT-2's pattern nor its successors' joins those. Failing that, between any other character and white space,
+    which is exact for GPT-2's pattern; failing that, between two characters.
     """
     lowest = limit // 2
     fallback = 0
     space, newline = data.rfind(b" ", lowest, limit), data.rfind(b"\n", lowest, limit)
     while (place := max(space, newline)) > 0:
-        if place == space:  # the next one back, of that kind alone: a run of either is walked through once
+        if place == space:  # look further back for that kind only, so a run of either is scanned once
             space = data.rfind(b" ", lowest, place)
         else:
             newline = data.rfind(b"\n", lowest, place)
@@ -163,7 +164,7 @@ def cut_place(data: bytes, limit: int) -> int:
             return place
         if not fallback and not _ends_in_space(data[max(0, place - 4) : place]):
             fallback = place
-        if fallback and limit - place > 2**14:  # text that has no such places: do not look through all of it
+        if fallback and limit - place > 2**14:  # text without a good place: do not scan all of it
             break
     return fallback or _character_boundary(data, limit)
 
@@ -182,7 +183,7 @@ def _character_boundary(data: bytes, limit: int) -> int:
         return limit  # four continuation bytes in a row: not UTF-8
     if place < len(data):
         return place
-    # The data ends here, so the byte that would follow is not known: look back for a sequence that is not complete.
+    # The data ends here and the next byte is unknown: look back for an incomplete sequence.
     for back in range(1, min(4, place) + 1):
         byte = data[place - back]
         if byte & 0xC0 != 0x80:

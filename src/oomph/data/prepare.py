@@ -1,4 +1,4 @@
-"""`prepare`: from what the user asks for to a set of token files, made, continued or found finished."""
+"""`oomph.data.prepare`: check what the user asks for, then make the set of token files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from oomph.data import encoders
-from oomph.data.needs import need
+from oomph.data import tokenizer as tokenizers
+from oomph.data.errors import require
 from oomph.data.recipe import TAIL, choose_splitting, make_recipe
-from oomph.data.sources import Reading, Source, resolve, single_text, split_by_tail
+from oomph.data.sources import DocumentSource, ReadOptions, resolve, single_text, split_by_tail
 from oomph.data.task import JOURNAL_SECONDS, Prepared, Task
 from oomph.errors import InputError, Problem
 
-SMALL_BYTES = 2**22  # below it, starting processes takes longer than the work
+SMALL_BYTES = 2**22  # below this, starting processes takes longer than the work
 
 
 def prepare(
@@ -26,7 +26,7 @@ def prepare(
     take: int | None = None,
     split: str | None = None,
     val_fraction: float | None = None,
-    reading: Reading | None = None,
+    reading: ReadOptions | None = None,
     skip_broken: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
@@ -34,37 +34,35 @@ def prepare(
     say: Callable[[str], None] = lambda _: None,
     show_progress: bool = False,
 ) -> Prepared:
-    """Make a set of token files in `out`, or go on with one, or find it finished. `say` gets each decision as a line.
+    """Make a set of token files in `out`, resume an unfinished one, or return a finished one.
 
-    Raises `InputError` for what is wrong with the input and `DataError` for what goes wrong on the way; after either,
-    and after an interruption, the same call goes on where this one stopped.
+    `say` gets each decision as a line. Raises `InputError` if the input is wrong and `DataError` if the work fails.
+    After either, and after an interruption, the same call goes on where this one stopped.
     """
-    reading = reading or Reading()
-    need("numpy", "oomph data")
+    reading = reading or ReadOptions()
+    require("numpy", "oomph data")
     _check_numbers(take, workers)
     if not str(out):
-        raise InputError(Problem("--out ''", "names no folder", allowed="a folder, such as data/name"))
-    encoders.check_spec(tokenizer, end_of_text)
+        raise InputError(Problem("--out ''", "is empty", allowed="a folder, such as data/name"))
+    tokenizers.check_spec(tokenizer, end_of_text)
     found = resolve(names, reading)
     if found.ignored:
-        say(f"left out {len(found.ignored)} files of other kinds, such as {found.ignored[0]}")
+        say(f"left out {len(found.ignored)} files of other formats, such as {found.ignored[0]}")
     if found.doubtful:
         more = f" ({len(found.doubtful) - 1} more files like it)" if len(found.doubtful) > 1 else ""
         say(f"NOTE: {found.doubtful[0]}{more}")
     text = single_text(found.sources)
     splitting = choose_splitting(split, val_fraction, text is not None)
-    say(f"split by {splitting.by}, {splitting.val_fraction:g} of it for validation: {splitting.reason}")
+    say(f"split by {splitting.by}, {splitting.val_fraction:.2%} for validation: {splitting.reason}")
     identity: dict[str, str | int | None] = {"name": tokenizer}
-    if encoders.needs_learning(tokenizer):
+    if tokenizers.needs_learning(tokenizer):
         _refuse_single_pass(found.sources, tokenizer)
-        encoder = None
+        chosen = None
     else:
-        encoder = encoders.load(tokenizer, Path(tokenizer_dir) if tokenizer_dir else None, end_of_text)
-        identity = {"name": encoder.name, "sha256": encoder.sha256, "end_of_text": encoder.end_of_text}
+        chosen = tokenizers.load_tokenizer(tokenizer, Path(tokenizer_dir) if tokenizer_dir else None, end_of_text)
+        identity = {"name": chosen.name, "sha256": chosen.sha256, "end_of_text": chosen.end_of_text}
     recipe = make_recipe(found.sources, reading, splitting, identity, take)
-    task = Task(
-        Path(out), recipe, found.sources, tokenizer, encoder, splitting, take, skip_broken, journal_seconds, say
-    )
+    task = Task(Path(out), recipe, found.sources, tokenizer, chosen, splitting, take, skip_broken, journal_seconds, say)
     if not overwrite and (finished := task.finished()) is not None:
         return finished
     if splitting.by == TAIL and text is not None:
@@ -72,8 +70,8 @@ def prepare(
     return task.run(overwrite, workers or default_workers(found.sources), show_progress)
 
 
-def default_workers(sources: Sequence[Source]) -> int:
-    """A process a core; a single one where there is little to do."""
+def default_workers(sources: Sequence[DocumentSource]) -> int:
+    """One process per core; one in all if there is little text."""
     sizes = [source.size_bytes for source in sources]
     if all(size is not None for size in sizes) and sum(size or 0 for size in sizes) < SMALL_BYTES:
         return 1
@@ -90,12 +88,12 @@ def _check_numbers(take: int | None, workers: int | None) -> None:
         raise InputError(problems)
 
 
-def _refuse_single_pass(sources: Sequence[Source], tokenizer: str) -> None:
+def _refuse_single_pass(sources: Sequence[DocumentSource], tokenizer: str) -> None:
     if any(source.name == "-" for source in sources):
         raise InputError(
             Problem(
                 f"--tokenizer {tokenizer}",
-                "learns from the text and reads it twice, which standard input does not allow",
-                allowed="a file, or a tokenizer that is ready: gpt2, bytes, a tokenizer.json",
+                "reads the text twice to learn from it, and standard input can be read only once",
+                allowed="a file, or a ready tokenizer: gpt2, bytes, a tokenizer.json",
             )
         )

@@ -1,14 +1,17 @@
-"""Token files to batches: memory-mapped windows in an order that any position of it can be computed from.
+"""Token files to batches: memory-mapped windows whose order is computed, not stored.
 
-The windows of a run form one endless numbered sequence, the same whatever the batch size and the number of ranks. A
-step takes the next `batch_size × world_size` of them, rank by rank. So the state is one number, resuming is exact, no
-two ranks read the same window, and a run that halves its batch goes on with the very next window.
+The windows of a run form one endless numbered sequence, the same for any batch size and number of ranks. A step takes
+the next `batch_size × world_size` of them, rank by rank. So the state is one number, resuming is exact, no two ranks
+read the same window, and a run that halves its batch goes on with the very next window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty, Full, Queue
+from threading import Event, Thread
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from oomph.data.manifest import Manifest, find_dataset, read_manifest
@@ -17,20 +20,21 @@ from oomph.errors import InputError, Problem
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
 RANDOM, EPOCHS = "random", "epochs"
 ORDERS = (RANDOM, EPOCHS)
-AT_ONCE = 4096  # windows whose places are computed together
-ROUNDS = 4  # of the shuffle: what Luby and Rackoff proved enough for a permutation that looks random
+AT_ONCE = 4096  # windows whose starts are computed together
+ROUNDS = 4  # of the shuffle: Luby and Rackoff proved four enough for a pseudo-random permutation
 
-State = dict[str, int | str]
+ReaderState = dict[str, int | str]
 
 
 class Batches:
-    """Endless batches of one split: `next()` gives x and y, (batch, block) int64 each, y one token later than x.
+    """Endless batches of one split: `next()` returns x and y, int64 (batch, block) each, y one token later than x.
 
-    order "random": windows begin anywhere, drawn evenly and with replacement, as nanoGPT draws them.
-    order "epochs": windows stand side by side; each is read once an epoch, in an order shuffled anew for each.
+    order "random": windows begin anywhere, drawn uniformly with replacement, as in nanoGPT.
+    order "epochs": windows do not overlap; each is read once an epoch, in an order reshuffled for each epoch.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class Batches:
         seed: int = 1337,
         rank: int = 0,
         world_size: int = 1,
-        state: State | None = None,
+        state: ReaderState | None = None,
     ) -> None:
         self.batch_size, self.block_size = batch_size, block_size
         self.order, self.seed = order, seed
@@ -55,7 +59,10 @@ class Batches:
         self.manifest = read_manifest(folder)
         self._tokens, self._windows = _open(self.path, self.manifest, block_size)
         self.position = 0  # windows read, over all ranks
-        self._known: tuple[int, Any] = (0, ())  # where a stretch of windows begins: computed many at once, for speed
+        self._known: tuple[int, Any] = (
+            0,
+            (),
+        )  # (first window, starts of it and the next ones), computed many at a time
         if state is not None:
             self.load_state(state)
 
@@ -75,16 +82,16 @@ class Batches:
 
     @property
     def epoch_windows(self) -> int:
-        """Windows that stand side by side in the file: an epoch."""
+        """Windows per epoch: how many fit in the file without overlap."""
         return (len(self._tokens) - 1) // self.block_size
 
     @property
     def epochs_done(self) -> float:
-        """Passes over the data so far, counted in tokens."""
+        """Passes over the data so far, in tokens."""
         return self.position * self.block_size / len(self._tokens)
 
-    def state(self) -> State:
-        """All that is needed to go on exactly here: plain values, for a checkpoint."""
+    def state(self) -> ReaderState:
+        """What is needed to resume exactly here, as plain values for a checkpoint."""
         return {
             "order": self.order,
             "seed": self.seed,
@@ -94,8 +101,8 @@ class Batches:
             "sha256": self._checksum(),
         }
 
-    def load_state(self, state: State) -> None:
-        """Go on where that state was taken. Another batch size or number of ranks is welcome; other data is not."""
+    def load_state(self, state: ReaderState) -> None:
+        """Resume from a state. Batch size and number of ranks may differ; the data may not."""
         mine = self.state()
         problems = [
             Problem("the reader's state", f"{key} differs", found=str(state.get(key)), allowed=str(mine[key]))
@@ -129,7 +136,7 @@ class Batches:
         return starts
 
     def _starts_of(self, first: int, count: int) -> NDArray[np.int64]:
-        """Where the windows of a stretch of the sequence begin."""
+        """Start offsets of `count` windows from number `first`."""
         import numpy as np
 
         numbers = np.arange(first, first + count, dtype=np.uint64)
@@ -145,14 +152,14 @@ class Batches:
 
 
 def _open(path: Path, manifest: Manifest | None, block_size: int) -> tuple[Any, Any]:
-    """The tokens in the file, and every window over them: both are views into the memory map."""
+    """The file's tokens and all windows over them, both as views into the memory map."""
     import numpy as np
 
     dtype = np.dtype(manifest.dtype if manifest else "uint16").newbyteorder("<")
     try:
         size = path.stat().st_size
         if size % dtype.itemsize or (manifest and size != manifest.splits[path.stem].tokens * dtype.itemsize):
-            raise InputError(Problem(str(path), "cut short or not a token file", found=f"{size} bytes"))
+            raise InputError(Problem(str(path), "truncated, or not a token file", found=f"{size} bytes"))
         if size // dtype.itemsize <= block_size:
             raise InputError(
                 Problem(
@@ -169,14 +176,14 @@ def _open(path: Path, manifest: Manifest | None, block_size: int) -> tuple[Any, 
 
 
 def _key(seed: int, number: int) -> int:
-    """64 bits from a seed of any size and a number beside it."""
+    """A 64-bit key from a seed of any size and a number."""
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
 
 
 def _mixed(numbers: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each number's own 64 random bits: SplitMix64 (Steele, Lea, Flood 2014), whose n-th output needs no others."""
+    """64 random bits for each number: SplitMix64 (Steele, Lea, Flood 2014), whose n-th output needs no others."""
     import numpy as np
 
     mixed = numbers * np.uint64(0x9E3779B97F4A7C15) + key
@@ -186,10 +193,10 @@ def _mixed(numbers: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> 
 
 
 def _shuffled(numbers: NDArray[np.uint64], size: int, seed: int) -> NDArray[np.uint64]:
-    """Numbers 0, 1, 2, … to places below `size`: each place once in every `size` numbers, shuffled anew.
+    """Map numbers 0, 1, 2, … to indices below `size`: each index once per `size` numbers, reshuffled each time.
 
     A Feistel network permutes the next power of four; results that are too large are permuted again until they fit.
-    No table: it costs the same for a thousand windows and for a trillion.
+    It needs no table, so it costs the same for a thousand windows as for a trillion.
     """
     import numpy as np
 
@@ -207,7 +214,7 @@ def _shuffled(numbers: NDArray[np.uint64], size: int, seed: int) -> NDArray[np.u
 
 
 def _feistel(numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One pass: each round mixes the right half into the left and swaps them, which can be undone: nothing collides."""
+    """One pass. Each round mixes the right half into the left and swaps them, which is invertible: no collisions."""
     import numpy as np
 
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -215,3 +222,83 @@ def _feistel(numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint
     for key in keys:
         left, right = right, left ^ (_mixed(right, key) & mask)
     return (left << half) | right
+
+
+DEPTH = 4  # batches ready at once
+_POLL_SECONDS = 0.05
+
+
+class Prefetcher:
+    """Batches as tensors on a device, made in a background thread and pinned for CUDA.
+
+    `next()` returns x and y. `state()` counts the batches returned, not those waiting.
+    """
+
+    def __init__(self, batches: Batches, device: str = "cpu", depth: int = DEPTH) -> None:
+        self._batches = batches
+        self._device = device
+        self._pin = device.startswith("cuda")
+        self._state = batches.state()
+        self._queue: Queue[Any] = Queue(maxsize=depth)
+        self._stop = Event()
+        self._thread = Thread(target=self._work, name="oomph-prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self._stop.is_set():
+            raise StopIteration
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        x, y, self._state = item
+        if self._device == "cpu":
+            return x, y
+        return x.to(self._device, non_blocking=self._pin), y.to(self._device, non_blocking=self._pin)
+
+    def state(self) -> ReaderState:
+        """The reader's state after the last batch returned."""
+        return dict(self._state)
+
+    def close(self) -> None:
+        """Stop the thread. Waiting batches are dropped; the state does not count them."""
+        self._stop.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get_nowait()
+            except Empty:
+                self._thread.join(_POLL_SECONDS)
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._put(self._next())
+        except BaseException as error:  # raised by the next `next()`
+            self._put(error)
+
+    def _next(self) -> tuple[Tensor, Tensor, ReaderState]:
+        import torch
+
+        x, y = (torch.from_numpy(side) for side in next(self._batches))
+        if self._pin:
+            x, y = x.pin_memory(), y.pin_memory()
+        return x, y, self._batches.state()
+
+    def _put(self, item: object) -> None:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=_POLL_SECONDS)
+                return
+            except Full:
+                continue

@@ -1,4 +1,4 @@
-"""Bytes in order from a file, a compressed file or standard input, from any place on."""
+"""Bytes in order from a file, a compressed file or standard input, from any offset."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from oomph.data.failure import printable
-from oomph.data.needs import need
-from oomph.data.pieces import State
+from oomph.data.errors import printable, require
+from oomph.data.pieces import SourcePosition
 from oomph.errors import InputError, Problem
 
 SKIP_BYTES = 2**20
-ZSTANDARD_BYTES = 2**10  # of input at once: four bytes of it may stand for 128 KiB, so no more than 32 MiB come out
+ZSTANDARD_BYTES = 2**10  # of input at a time: four bytes may expand to 128 KiB, so at most 32 MiB come out
 
 
-class Stream(Protocol):
-    """Bytes from where it was opened; `read` gives fewer than asked only at the end."""
+class ByteStream(Protocol):
+    """Bytes from where it was opened. `read` returns fewer than asked only at the end."""
 
     def read(self, size: int) -> bytes: ...
 
-    def mark(self, used: bytes) -> State:
-        """What else the journal should know once `used` bytes have become documents."""
+    def mark(self, used: bytes) -> SourcePosition:
+        """What the journal must record once `used` bytes have become documents."""
         ...
 
     @property
@@ -34,13 +33,13 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-Opener = Callable[[State], Stream]  # opens at the state's `offset`
+Opener = Callable[[SourcePosition], ByteStream]  # opens at the position's `offset`
 
 
 class FileStream:
-    """A file, decompressed where its name says that it is compressed."""
+    """A file, decompressed if its name ends in .gz or .zst."""
 
-    def __init__(self, path: Path, at: State) -> None:
+    def __init__(self, path: Path, at: SourcePosition) -> None:
         self.path = path
         self._raw: IO[bytes] = self._guard(lambda: path.open("rb", buffering=0))
         try:
@@ -54,17 +53,17 @@ class FileStream:
         if self._file is self._raw:
             self._raw.seek(offset)
             return
-        while offset > 0:  # a compressed file has no places: go through it again, which is quick beside tokenizing
+        while offset > 0:  # a compressed file cannot seek: read it again, which is quick compared to tokenizing
             skipped = len(self._file.read(min(offset, SKIP_BYTES)))
             if not skipped:
-                raise InputError(Problem(printable(self.path), "is shorter than when the work on it began"))
+                raise InputError(Problem(printable(self.path), "is shorter than when work on it began"))
             offset -= skipped
 
     def read(self, size: int) -> bytes:
         data: bytes = self._guard(lambda: _fully(self._file, size))
         return data
 
-    def mark(self, used: bytes) -> State:  # noqa: ARG002 - the file's size and date stand for its content
+    def mark(self, used: bytes) -> SourcePosition:  # noqa: ARG002 - size and date identify the file
         return {}
 
     @property
@@ -75,25 +74,25 @@ class FileStream:
         self._raw.close()
 
     def _guard(self, action: Callable[[], Any]) -> Any:
-        """Turn what the system or a decompressor raises into a message about the file."""
+        """Turn errors of the system or a decompressor into an `InputError` about the file."""
         try:
             return action()
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or str(error)
-        except Exception as error:  # zstandard's own class, known only where it is installed
+        except Exception as error:  # zstandard's own class, known only if it is installed
             if type(error).__name__ != "ZstdError":
                 raise
             reason = str(error)
         raise InputError(
-            Problem(printable(self.path), "cannot be read", found=reason, allowed="a whole, readable file")
+            Problem(printable(self.path), "cannot be read", found=reason, allowed="a complete, readable file")
         )
 
 
 class StandardInput:
-    """Standard input. To go on, it is read again from its beginning and must be the same up to where work stopped."""
+    """Standard input. To resume, it is read again from the beginning and must be the same up to where work stopped."""
 
-    def __init__(self, at: State) -> None:
-        if sys.stdin is None:  # a program may be started without one
+    def __init__(self, at: SourcePosition) -> None:
+        if sys.stdin is None:  # a program can be started without one
             raise InputError(Problem("-", "standard input is closed", allowed="text from a pipe or a file"))
         self._file = sys.stdin.buffer
         self._digest = hashlib.sha256()
@@ -110,8 +109,8 @@ class StandardInput:
             raise InputError(
                 Problem(
                     "standard input",
-                    "is not what the set was made from",
-                    allowed="the same input again, or --overwrite to begin anew",
+                    "is not the input the set was made from",
+                    allowed="the same input again, or --overwrite to start over",
                 )
             )
 
@@ -127,7 +126,7 @@ class StandardInput:
             reason = getattr(error, "strerror", None) or str(error)
             raise InputError(Problem("-", "standard input cannot be read", found=reason)) from None
 
-    def mark(self, used: bytes) -> State:
+    def mark(self, used: bytes) -> SourcePosition:
         self._digest.update(used)
         return {"sha256": self._digest.hexdigest()}
 
@@ -136,7 +135,7 @@ class StandardInput:
         return self._count
 
     def close(self) -> None:
-        """It is not ours to close."""
+        """Leave standard input open."""
 
 
 def _decompressed(path: Path, raw: IO[bytes]) -> Any:
@@ -145,18 +144,18 @@ def _decompressed(path: Path, raw: IO[bytes]) -> Any:
 
         return gzip.GzipFile(fileobj=raw)
     if path.suffix.lower() == ".zst":
-        return _Zstandard(raw, need("zstandard", str(path)).ZstdDecompressor())
+        return _Zstandard(raw, require("zstandard", str(path)).ZstdDecompressor())
     return raw
 
 
 class _Zstandard:
-    """Frames one after another. The library's own reader takes a file that was cut short for a whole one."""
+    """A reader of zstandard frames: unlike the library's own, it notices a truncated file."""
 
     def __init__(self, raw: IO[bytes], context: Any) -> None:
         self._raw, self._context = raw, context
-        self._frame: Any = None  # the one in work; None between two
+        self._frame: Any = None  # the current one; None between two
         self._input = self._output = b""
-        self._given = 0  # of the output
+        self._given = 0  # bytes of the output already returned
 
     def read(self, size: int) -> bytes:
         while self._given == len(self._output):
@@ -164,7 +163,7 @@ class _Zstandard:
                 self._input = self._raw.read(ZSTANDARD_BYTES)
                 if not self._input:
                     if self._frame is not None:
-                        raise EOFError("the compressed file ends in the middle")
+                        raise EOFError("the compressed file is truncated")
                     return b""
             self._frame = self._frame or self._context.decompressobj()
             self._output, self._given = self._frame.decompress(self._input), 0
@@ -177,7 +176,7 @@ class _Zstandard:
 
 
 def _fully(file: Any, size: int) -> bytes:
-    """Exactly `size` bytes, or fewer at the end: pipes and raw files may give less than asked."""
+    """Exactly `size` bytes, or fewer at the end: one read of a pipe or raw file may return less."""
     parts: list[bytes] = []
     while size > 0:
         data = file.read(size)
@@ -189,6 +188,6 @@ def _fully(file: Any, size: int) -> bytes:
 
 
 def identity(path: Path) -> dict[str, int]:
-    """What must stay the same between two calls that work on the same set."""
+    """The file's size and modification time, which must stay the same between two runs on one set."""
     status = os.stat(path)  # noqa: PTH116 - one call for both
     return {"size_bytes": status.st_size, "modified_ns": status.st_mtime_ns}

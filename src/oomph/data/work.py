@@ -1,7 +1,7 @@
-"""The unfinished set: token files that grow, and a journal that says how far they are true.
+"""The unfinished set: growing token files, and a journal of how much of them is valid.
 
-Everything lies in OUT/.unfinished until it is complete. The journal is written after the bytes it speaks of are on the
-disk; whatever lies beyond them when a run is taken up again is cut off, and made anew.
+Everything stays in OUT/.unfinished until the set is complete. The journal is written only after the bytes it vouches
+for are on disk; when work resumes, anything beyond them is cut off and made again.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import IO, Any
 
 import msgspec
 
-from oomph.data.failure import DataError, cannot_write, is_full
+from oomph.data.errors import DataError, cannot_write, is_full
 from oomph.data.manifest import MANIFEST, SET_FILES, SPLITS, Counts, Split, check_parts
-from oomph.data.pieces import State
+from oomph.data.pieces import SourcePosition
 from oomph.errors import InputError, Problem
-from oomph.files import write_whole
+from oomph.files import sync_folder, write_whole
 
 WORK, JOURNAL, LOCK = ".unfinished", "journal.json", "lock"
 
 
 class Journal(msgspec.Struct):
-    """How far the work has come."""
+    """How far the work is."""
 
     recipe: dict[str, Any]
-    source: int = 0  # the source in work
-    at: State = msgspec.field(default_factory=dict)  # and the place in it
+    source: int = 0  # index of the current source
+    at: SourcePosition = msgspec.field(default_factory=dict)  # position in it
     splits: dict[str, Split] = msgspec.field(default_factory=lambda: {name: Split(f"{name}.bin") for name in SPLITS})
     counts: Counts = msgspec.field(default_factory=Counts)
-    repaired: bool = False  # the document in work is counted as repaired
+    repaired: bool = False  # the current document is already counted as repaired
     standard_input: dict[str, int | str] | None = None
 
     @property
@@ -42,7 +42,7 @@ class Journal(msgspec.Struct):
 
 
 def decode_journal(content: bytes) -> Journal:
-    """A journal as it was written; ValueError where it is none."""
+    """The journal. Raises ValueError if it is not a valid one."""
     try:
         journal = msgspec.json.decode(content, type=Journal)
     except msgspec.MsgspecError as error:
@@ -52,7 +52,7 @@ def decode_journal(content: bytes) -> Journal:
 
 
 class WorkFolder:
-    """The folder of one unfinished set, held by one process at a time."""
+    """The folder of one unfinished set, locked by one process at a time."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -67,7 +67,7 @@ class WorkFolder:
         _take_lock(self._lock, out)
 
     def read_journal(self) -> Journal | None:
-        """The journal an earlier call left, or None."""
+        """The journal that an earlier run left, or None."""
         path = self.path / JOURNAL
         if not path.exists():
             return None
@@ -75,22 +75,22 @@ class WorkFolder:
             return decode_journal(path.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(
-                Problem(str(path), "cannot be read", found=str(error), allowed="--overwrite to begin anew")
+                Problem(str(path), "cannot be read", found=str(error), allowed="--overwrite to start over")
             ) from None
 
     def write_journal(self, journal: Journal) -> None:
-        """The journal, whole or not at all."""
+        """Write the journal, all or nothing."""
         self.write(JOURNAL, msgspec.json.encode(journal))
 
     def write(self, name: str, content: bytes) -> None:
-        """A small file of the unfinished set, whole or not at all."""
+        """Write a small file of the unfinished set, all or nothing."""
         try:
             write_whole(self.path / name, content)
-        except InputError as error:  # the folder could be made: the disk is full, or gone
-            raise DataError(f"{error}. What was finished before is kept: mend that and call again.") from None
+        except InputError as error:  # the folder exists, so the disk is full or gone
+            raise DataError(f"{error}. Finished work is kept: fix that and run it again.") from None
 
     def clear(self) -> None:
-        """Forget all that was begun; the lock stays."""
+        """Delete everything but the lock."""
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -98,22 +98,22 @@ class WorkFolder:
                 entry.unlink()
 
     def publish(self, names: Sequence[str]) -> None:
-        """Move what is complete to its final names, the manifest last. A killed call goes on from anywhere."""
+        """Move the complete files to their final names, the manifest last. Can be resumed if killed at any point."""
         try:
-            (self.out / MANIFEST).unlink(missing_ok=True)  # of a set that is being replaced
+            (self.out / MANIFEST).unlink(missing_ok=True)  # from a set that is being replaced
             for name in SET_FILES:
                 if name not in names:
                     (self.out / name).unlink(missing_ok=True)  # likewise
                 elif (self.path / name).exists():
                     (self.path / name).replace(self.out / name)
             (self.path / MANIFEST).replace(self.out / MANIFEST)
-            _sync_folder(self.out)
+            sync_folder(self.out)
         except OSError as error:
             raise cannot_write(str(self.out), error) from None
         self.abandon()
 
     def abandon(self) -> None:
-        """Remove the folder, and only then let go of it."""
+        """Delete the folder, then release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
@@ -124,8 +124,8 @@ class WorkFolder:
 class TokenFiles:
     """The two growing token files, their checksums, and the journal.
 
-    Journal and checksums change together, in one assignment after the bytes are written: an interruption at any moment
-    leaves a journal that is true.
+    Journal and checksums change together, in one assignment after the bytes are written, so an interruption at any
+    moment leaves a valid journal.
     """
 
     def __init__(self, folder: WorkFolder, journal: Journal, token_bytes: int) -> None:
@@ -134,11 +134,11 @@ class TokenFiles:
         self.note: str | None = None
         self._files: dict[str, IO[bytes]] = {}
         try:
-            digests = {name: self._take_up(name, journal.splits[name]) for name in SPLITS}
+            digests = {name: self._open(name, journal.splits[name]) for name in SPLITS}
             if None in digests.values():
-                self.note = "the unfinished files are not what the journal says: beginning anew"
+                self.note = "the unfinished files do not match their journal: starting over"
                 journal = Journal(journal.recipe)
-                digests = {name: self._take_up(name, journal.splits[name]) for name in SPLITS}
+                digests = {name: self._open(name, journal.splits[name]) for name in SPLITS}
         except OSError as error:
             raise cannot_write(str(folder.path), error) from None
         self._state = journal, digests
@@ -147,8 +147,8 @@ class TokenFiles:
     def journal(self) -> Journal:
         return self._state[0]
 
-    def _take_up(self, name: str, split: Split) -> Any:
-        """Open a file at the length the journal knows; its checksum, or None where its bytes are not those."""
+    def _open(self, name: str, split: Split) -> Any:
+        """Open a file and cut it to the journal's length. Returns its SHA-256 so far, None if it does not match."""
         if name in self._files:
             self._files[name].close()
         path = self.folder.path / split.file
@@ -166,7 +166,7 @@ class TokenFiles:
         return digest if not split.tokens or digest.hexdigest() == split.sha256 else None
 
     def append(self, data: dict[str, memoryview], journal: Journal) -> None:
-        """Tokens at the ends of the splits, and the journal as it is with them."""
+        """Append tokens to the splits and take over the journal that includes them."""
         digests = {}
         for name in SPLITS:
             digests[name] = self._state[1][name].copy()
@@ -176,7 +176,7 @@ class TokenFiles:
                 while view:
                     view = view[self._files[name].write(view) :]
             except OSError as error:
-                self._cut_back()  # which makes room for the journal that vouches for the rest
+                self._cut_back()  # which frees space for the journal
                 raise cannot_write(str(self.folder.path / f"{name}.bin"), error) from None
         self._state = journal, digests
 
@@ -186,7 +186,7 @@ class TokenFiles:
                 self._files[name].truncate(split.tokens * self.token_bytes)
 
     def save(self) -> None:
-        """Make all of it last: the bytes first, then the journal that vouches for them."""
+        """Flush to disk: the bytes first, then the journal that vouches for them."""
         journal, digests = self._state
         try:
             for name in SPLITS:
@@ -197,7 +197,7 @@ class TokenFiles:
         self.folder.write_journal(journal)
 
     def save_quietly(self) -> None:
-        """Save on the way out of a failure, if that can be: what went wrong first is what the user must read."""
+        """Save after a failure if possible, without hiding the first error."""
         with suppress(DataError):
             self.save()
 
@@ -209,26 +209,14 @@ class TokenFiles:
 def _take_lock(file: IO[bytes], out: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: two calls at once are not noticed
+    except ImportError:  # Windows: two runs at once are not noticed
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
         raise InputError(
-            Problem(f"--out {out}", "another oomph data is at work on it", allowed="to wait for it, or another --out")
+            Problem(
+                f"--out {out}", "another oomph data is writing here", allowed="another --out, or wait until it ends"
+            )
         ) from None
-
-
-def _sync_folder(path: Path) -> None:
-    """Make renames last; not every system lets a folder be opened."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)

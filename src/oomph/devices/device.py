@@ -1,4 +1,4 @@
-"""`Device`: what is known of a piece of hardware that trains, and the rules for what is not listed."""
+"""`Device`: what is known of a GPU or CPU, and the rules for figures that nobody has published."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from oomph.devices.rates import CpuRates
+from oomph.devices.cpu_rates import CpuRates
 
-Kind = Literal["cuda", "rocm", "mps", "cpu"]
+DeviceKind = Literal["cuda", "rocm", "mps", "cpu"]
 
 
 class Rate(NamedTuple):
-    """Multiply-adds a clock a multiprocessor, with fp32 accumulation; 0 where there is no such unit."""
+    """Multiply-adds per clock and multiprocessor, with fp32 accumulation; 0 where there is no such unit."""
 
     half: int  # fp16, and bf16 from compute capability 8.0
     tf32: int
@@ -44,7 +44,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU model, or the CPU of this machine. A figure that is not known is None."""
 
     name: str  # "GeForce RTX 4070"
-    kind: Kind
+    kind: DeviceKind
     vendor: str
     arch: str  # "Ada"
     rate_class: str | None = None  # key of RATES
@@ -72,7 +72,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_hour_low: float | None = None  # on demand, cheapest provider
     usd_per_hour_high: float | None = None  # on demand, dearest provider
     has_bf16: bool  # in hardware
-    usual: bool = False  # meant where a name fits several memories and nobody says which
+    usual: bool = False  # the one meant by a name that fits several memory sizes
     aliases: tuple[str, ...] = ()
     source: str = ""  # where the figures come from
     notes: tuple[str, ...] = ()  # what a reader should know
@@ -106,14 +106,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return self.tflops_fp32
 
 
-def usable_by_rule(memory_mib: int, kind: Kind = "cuda") -> int:
+def usable_by_rule(memory_mib: int, kind: DeviceKind = "cuda") -> int:
     """MiB one process can use of a device whose own figure nobody has reported."""
     if kind == "mps":  # Metal's recommended working set, as llama.cpp's logs show it: 2/3 up to 32 GiB, then 3/4
         return memory_mib * 2 // 3 if memory_mib <= 32768 else memory_mib * 3 // 4
     return max(0, memory_mib - max(300, round(0.019 * memory_mib)))  # the driver's reserve, on Linux
 
 
-def context_by_rule(sm_count: int | None, arch: str = "", kind: Kind = "cuda") -> int:
+def context_by_rule(sm_count: int | None, arch: str = "", kind: DeviceKind = "cuda") -> int:
     """MiB of CUDA context with lazy loading, a fit to out-of-memory messages; about +-100 MiB."""
     if kind in ("mps", "cpu"):
         return 0

@@ -1,30 +1,31 @@
-"""Finds the device that somebody means, from what people type and what nvidia-smi and torch print.
+"""The device that a name means, as people type it and as nvidia-smi and torch print it; or a card by its numbers.
 
-Names are compared word by word, never as substrings: "a40" is no part of "A4000", "4070" is the
-desktop card and no Ti, SUPER or laptop. A name that fits cards of different memory is refused with
-the list, because guessing wrong costs a day.
+Names are compared word by word, never as substrings: "a40" does not match "A4000", and "4070" is the desktop card, not
+the Ti, SUPER or laptop one. A name that fits cards of different memory is an error that lists them: a wrong guess costs
+the user a day.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, cast
 
 from msgspec.structs import replace
 
-from oomph.devices.catalogue import all_devices
-from oomph.devices.device import Device, usable_by_rule
+from oomph.devices.device import Device, DeviceKind, context_by_rule, usable_by_rule
 from oomph.errors import InputError, Problem, nearest
 
 BY_NUMBERS = "describe the card with --gpu_mib, --gpu_tflops, --gpu_gbs and --gpu_watts"
 
-# Words that carry no choice, on any device.
+# Words that never tell two devices apart.
 _MAKERS = {"nvidia", "amd", "apple", "geforce", "tesla", "radeon", "instinct"}
 _MEMORY_KINDS = {"hbm2", "hbm2e", "hbm3", "hbm3e", "gddr5", "gddr5x", "gddr6", "gddr6x", "gddr7", "gb", "gib", "g"}
 _NOISE = _MAKERS | _MEMORY_KINDS | {"gpu", "graphics", "card", "generation", "edition"}
-# Words of a device's name that one may leave out.
+# Words of a device's name that may be left out.
 _OPTIONAL = frozenset(
     ("rtx", "gtx", "rx", "quadro", "ada", "blackwell", "workstation", "pascal", "sxm", "pcie", "nvl", "per", "gcd")
 )
@@ -34,10 +35,16 @@ _NUMBER_GLUED = re.compile(r"^(\d{3,4})(tisuper|tis|ti|super|s|xtx|xt|d|m|laptop
 _CHIP_GLUED = re.compile(r"^(m\d)(pro|max|ultra)$")
 _SUFFIXES = {"tisuper": ("ti", "super"), "tis": ("ti", "super"), "s": ("super",), "m": ("laptop",)}
 _MEMORY = re.compile(r"^(\d{1,6})(gb|gib|g|mib|mb)$")
+_LIMITS = {  # option: (least, most, unit)
+    "mib": (64.0, 64e6, "MiB"),
+    "tflops": (1e-3, 1e6, "TFLOPS, dense, half precision"),
+    "gbs": (1e-2, 1e6, "GB/s"),
+    "watts": (0.1, 1e5, "watts"),
+}
 
 
 class Words(NamedTuple):
-    """A name taken apart."""
+    """A device name split into words."""
 
     model: frozenset[str]  # the words that name a model
     memory_mib: int | None  # a size that the name states
@@ -45,10 +52,10 @@ class Words(NamedTuple):
 
 
 def find(name: str, memory_mib: int | None = None) -> Device:
-    """The catalogue's device for `name`; raises InputError where none fits, or several do.
+    """The catalogue's device for `name`. Raises `InputError` where none fits, or several do.
 
-    `memory_mib` is the card's real total, as nvidia-smi prints it: it decides between cards of one
-    name, and the device returned has it.
+    `memory_mib` is the card's real total, as nvidia-smi prints it: it decides between cards of one name, and the device
+    returned has it.
     """
     fitting = list(_exact().get(_plain(name), ()))
     if len(fitting) != 1:
@@ -65,7 +72,7 @@ def find(name: str, memory_mib: int | None = None) -> Device:
 
 
 def with_memory(device: Device, memory_mib: int) -> Device:
-    """The same card with another memory total; old drivers show up to 2 % less of the same memory."""
+    """The card with another memory total; old drivers report up to 2 % less for the same memory."""
     if memory_mib == device.memory_mib:
         return device
     reported = abs(memory_mib - device.memory_mib) <= 0.02 * device.memory_mib
@@ -74,7 +81,7 @@ def with_memory(device: Device, memory_mib: int) -> Device:
 
 
 def take_apart(name: str) -> Words:
-    """Splits a name into the words that choose a model and the memory it states."""
+    """The words of a name that tell its model, and the memory it states."""
     text = re.sub(r"max[\s_-]?q\b", "maxq", name.lower())
     words: list[str] = []
     for chunk in re.findall(r"[a-z0-9]+", text):
@@ -138,7 +145,7 @@ def _plain(name: str) -> str:
 
 
 def _fitting(words: Words) -> list[Device]:
-    """The devices whose model words are those given, and whose memory does not contradict them."""
+    """The devices with these model words, whose memory does not contradict the name."""
     if not words.model:
         return []
     named = [device for device, must, may in _model_words() if must <= words.model <= may]
@@ -151,7 +158,7 @@ def _fitting(words: Words) -> list[Device]:
 
 
 def _closest(devices: list[Device], memory_mib: int) -> list[Device]:
-    """Those whose memory is nearest to the size given."""
+    """The devices whose memory is nearest to the given size."""
     distance = min((abs(device.memory_mib - memory_mib) for device in devices), default=0)
     return [device for device in devices if abs(device.memory_mib - memory_mib) == distance]
 
@@ -162,7 +169,7 @@ def _is_size(device: Device, marketed_mib: int) -> bool:
 
 
 def _one_form(name: str, fitting: Sequence[Device]) -> Device:
-    """The first of versions that differ in their socket alone, or the usual one, with a note that says so."""
+    """The first device; where there are others, which differ in their socket or are less usual, with a note."""
     first, *others = fitting
     if not others:
         return first
@@ -199,3 +206,195 @@ def _nearest(model: frozenset[str]) -> list[Device]:
     spelt = {" ".join(sorted(must)): device for device, must, _ in _model_words()}
     close = nearest(" ".join(sorted(model)), list(spelt))
     return [spelt[close]] if close else []
+
+
+# --- a card by its numbers ----------------------------------------------------------------------------
+
+
+def custom(
+    name: str | None = None,
+    *,
+    mib: int | float | str | None = None,
+    tflops: int | float | str | None = None,
+    gbs: int | float | str | None = None,
+    watts: int | float | str | None = None,
+    compute_capability: float | None = None,
+) -> Device:
+    """A device from its memory (MiB), half-precision peak (TFLOPS), bandwidth (GB/s) and power (W).
+
+    With the name of a known card, the given numbers replace that card's. A figure neither given nor known is None, and
+    predictions that need it are left out.
+    """
+    problems: list[Problem] = []
+    figures = {
+        option: _read(option, value, problems)
+        for option, value in {"mib": mib, "tflops": tflops, "gbs": gbs, "watts": watts}.items()
+    }
+    memory = figures["mib"]
+    memory_mib = None if memory is None else round(memory)
+    base = _known(name, memory_mib, problems)
+    if base is None and memory_mib is None and not problems:
+        problems.append(
+            Problem("--gpu_mib", "is needed for a card that is not in the catalogue", allowed=_allowed("mib"))
+        )
+    if problems:
+        raise InputError(problems)
+    if base is None:
+        base = _blank(name or "custom GPU", memory_mib or 0, compute_capability)
+    elif memory_mib is not None:
+        base = with_memory(base, memory_mib)
+    return _with_figures(base, figures["tflops"], figures["gbs"], figures["watts"])
+
+
+def _read(option: str, value: int | float | str | None, problems: list[Problem]) -> float | None:
+    if value is None:
+        return None
+    least, most, _ = _LIMITS[option]
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if least <= number <= most:  # false for nan
+        return number
+    problems.append(Problem(f"--gpu_{option}", "is out of range", found=str(value), allowed=_allowed(option)))
+    return None
+
+
+def _allowed(option: str) -> str:
+    least, most, unit = _LIMITS[option]
+    return f"{least:g} to {most:g} {unit}"
+
+
+def _known(name: str | None, memory_mib: int | None, problems: list[Problem]) -> Device | None:
+    """The catalogue's card of that name. An unknown name is allowed where the memory is given."""
+    if name is None:
+        return None
+    try:
+        return find(name, memory_mib)
+    except InputError as error:
+        if memory_mib is None:
+            problems.extend(error.problems)
+        return None
+
+
+def _blank(name: str, memory_mib: int, compute_capability: float | None) -> Device:
+    has_bf16 = compute_capability is None or compute_capability >= 8.0
+    notes = () if compute_capability is not None else ("Assumed to have bfloat16 in hardware.",)
+    return Device(
+        name=name,
+        kind="cuda",
+        vendor="",
+        arch="",
+        compute_capability=compute_capability,
+        memory_mib=memory_mib,
+        usable_mib=usable_by_rule(memory_mib),
+        context_mib=context_by_rule(None),
+        has_bf16=has_bf16,
+        source="given",
+        notes=notes,
+    )
+
+
+def _with_figures(device: Device, tflops: float | None, gbs: float | None, watts: float | None) -> Device:
+    given = [word for word, value in (("peak", tflops), ("bandwidth", gbs), ("power", watts)) if value is not None]
+    if tflops is not None:
+        known = device.source != "given"
+        device = replace(
+            device,
+            tflops_fp16=tflops,
+            tflops_bf16=tflops if device.has_bf16 else None,
+            tflops_tf32=device.tflops_tf32 if known else tflops / 2,
+            tflops_fp32=device.tflops_fp32 if known else tflops / 4,
+            gemm_tflops_low=None,  # measured against the peak that was replaced
+            gemm_tflops_high=None,
+        )
+        if not known:
+            note = "float32 is taken as a half (TF32) and a quarter of the half-precision peak."
+            device = replace(device, notes=(*device.notes, note))
+    if gbs is not None:
+        device = replace(device, bandwidth_gbs=gbs)
+    if watts is not None:
+        device = replace(device, watts=watts)
+    if given and device.source != "given":
+        device = replace(device, source=f"{device.source}; {', '.join(given)} as given")
+    return device
+
+
+TABLE = Path(__file__).with_name("catalogue.txt")
+
+
+@cache
+def all_devices() -> tuple[Device, ...]:
+    """Every device of the catalogue: by maker and generation, then class, then speed or memory."""
+    return tuple(parse(TABLE.read_text(encoding="utf-8")))
+
+
+def parse(text: str) -> Iterator[Device]:
+    """The devices of a table in the catalogue's format."""
+    section: tuple[str, str, str, str] | None = None
+    figures: list[str] = []
+    details: dict[str, str] = {}
+    for line in [*text.splitlines(), "[end]"]:
+        if line.startswith("    "):
+            key, _, value = line.strip().partition(": ")
+            details[key] = value
+        elif line and not line.startswith("#"):
+            if figures and section is not None:
+                yield from _devices(section, figures, details)
+            figures, details = [], {}
+            if line.startswith("["):
+                rate_class, _, rest = line[1:].partition("]")
+                vendor, _, kind_and_arch = rest.partition("#")[0].strip().partition(", ")
+                kind, _, arch = kind_and_arch.partition(", ")
+                section = (rate_class, vendor, kind, arch)
+            else:
+                figures = [cell.strip() for cell in line.split("|")]
+
+
+def _devices(section: tuple[str, str, str, str], figures: list[str], details: dict[str, str]) -> Iterator[Device]:
+    """One device, or one for each size where the memory column lists several."""
+    rate_class, vendor, kind_text, arch = section
+    kind = cast(DeviceKind, kind_text)
+    name, capability, sm, mhz, memory, usable, context, *rest = figures
+    compute_capability, sm_count = _number(capability), _whole(sm)
+    bandwidth, fp16, bf16, tf32, fp32, emulated, low, high, watts, usd_low, usd_high = map(_number, rest)
+    sizes = [int(size) for size in memory.split("/")]
+    for memory_mib in sizes:
+        context_mib, usable_mib = _whole(context), _whole(usable)
+        yield Device(
+            name=name if len(sizes) == 1 else f"{name} {memory_mib // 1024}GB",
+            kind=kind,
+            vendor=vendor,
+            arch=arch,
+            rate_class=rate_class,
+            compute_capability=compute_capability,
+            sm_count=sm_count,
+            boost_mhz=_whole(mhz),
+            memory_mib=memory_mib,
+            usable_mib=usable_by_rule(memory_mib, kind) if usable_mib is None else usable_mib,
+            context_mib=context_by_rule(sm_count, arch, kind) if context_mib is None else context_mib,
+            bandwidth_gbs=bandwidth,
+            tflops_fp16=fp16,
+            tflops_bf16=bf16,
+            tflops_tf32=tf32,
+            tflops_fp32=fp32,
+            bf16_emulated_tflops=emulated,
+            gemm_tflops_low=low,
+            gemm_tflops_high=high,
+            watts=watts,
+            usd_per_hour_low=usd_low,
+            usd_per_hour_high=usd_high,
+            has_bf16=bf16 is not None,
+            usual="usual" in details,
+            aliases=tuple(details["also"].split("; ")) if "also" in details else (),
+            source=details["from"],
+            notes=(details["note"],) if "note" in details else (),
+        )
+
+
+def _number(cell: str) -> float | None:
+    return None if cell == "-" else float(cell)
+
+
+def _whole(cell: str) -> int | None:
+    return None if cell == "-" else int(cell)

@@ -1,29 +1,30 @@
-"""The device of this machine: the card that NVML sees, an Apple GPU, or the CPU."""
+"""The device of this machine: the GPU that NVML finds, an Apple GPU, or the CPU with the memory a process may use."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from oomph.devices.busy import BUSY
-from oomph.devices.by_numbers import custom
-from oomph.devices.cpu import read_cpu
+from oomph.devices.cpu_rates import BUSY, cpu_rates, torch_version
 from oomph.devices.device import Device
-from oomph.devices.lookup import find, with_memory
-from oomph.devices.rates import cpu_rates, torch_version
+from oomph.devices.lookup import custom, find, with_memory
 from oomph.errors import InputError
+from oomph.units import MIB
 
 SKIP_MEASURING = "OOMPH_MEASURE"  # set to 0, the CPU is never measured
+BF16_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))  # the last is ARM's name
 
 
 def detect(device: str = "cuda", measure: bool = True) -> Device:
     """The device that `device` ("cuda", "cuda:1", "mps", "cpu") means on this machine.
 
-    Without such a device it is the CPU, and a note says so. `measure=False`, or OOMPH_MEASURE=0 in
-    the environment, leaves the CPU's rates out unless they are kept from before.
+    Where there is none it is the CPU, with a note. With `measure=False`, or OOMPH_MEASURE=0 in the environment, the
+    CPU's rates are known only if they are cached.
     """
     kind, _, index = device.partition(":")
     if kind == "cpu":
@@ -38,12 +39,12 @@ def detect(device: str = "cuda", measure: bool = True) -> Device:
 
 
 def may_measure() -> bool:
-    """Whether a CPU whose rates are not kept could be measured: torch is here, and nobody forbade it."""
+    """Whether this CPU may be measured: torch is installed, and OOMPH_MEASURE does not forbid it."""
     return os.environ.get(SKIP_MEASURING, "") != "0" and torch_version() is not None
 
 
 def this_cpu(measure: bool = True) -> Device:
-    """The CPU of this machine, with measured rates where torch is installed."""
+    """This machine's CPU, with measured rates where torch is installed."""
     cpu = read_cpu()
     measure = measure and may_measure()
     device = Device(
@@ -63,8 +64,8 @@ def this_cpu(measure: bool = True) -> Device:
         why = "was not measured." if torch_version() else "is not known: pip install 'oomph[train]' measures it."
         return replace(device, notes=(f"The CPU's speed {why}",))
     busy = (
-        f"Other programs had the CPU for {rates.waited:.0%} of the time in which its speed was measured: it is faster "
-        "than this, and is measured again next time.",
+        f"Other programs used the CPU for {rates.waited:.0%} of the time while its speed was measured: it is faster "
+        "than this, and will be measured again next time.",
     )
     return replace(
         device,
@@ -82,7 +83,7 @@ def this_cpu(measure: bool = True) -> Device:
 
 
 def _nvidia(index: int) -> Device | None:
-    """The card with that CUDA index as NVML describes it, or None."""
+    """The card with that CUDA index, as NVML describes it; None where there is none."""
     try:
         import pynvml
     except ImportError:
@@ -101,7 +102,7 @@ def _nvidia(index: int) -> Device | None:
 
 
 def _handle(pynvml: Any, index: int) -> Any:
-    """NVML's handle of a CUDA index, or None: CUDA_VISIBLE_DEVICES renumbers the cards and hides some."""
+    """NVML's handle of a CUDA index, by CUDA_VISIBLE_DEVICES, which renumbers and hides cards; None where hidden."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -116,16 +117,16 @@ def _handle(pynvml: Any, index: int) -> Any:
 def _from_nvml(pynvml: Any, handle: Any) -> Device:
     name = pynvml.nvmlDeviceGetName(handle)
     name = name.decode() if isinstance(name, bytes) else str(name)
-    memory_mib = pynvml.nvmlDeviceGetMemoryInfo(handle).total // 2**20
+    memory_mib = pynvml.nvmlDeviceGetMemoryInfo(handle).total // MIB
     try:
         known = find(name, memory_mib)
-        return replace(known, source=f"{known.source}; name and memory as the driver tells them")
+        return replace(known, source=f"{known.source}; name and memory from the driver")
     except InputError:
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         watts = _power_limit(pynvml, handle)
         unknown = custom(name, mib=memory_mib, watts=watts, compute_capability=major + minor / 10)
-        note = "The catalogue does not know this card: give --gpu_tflops and --gpu_gbs for its hours."
-        return replace(unknown, source="as the driver tells it", notes=(*unknown.notes, note))
+        note = "This card is not in the catalogue: give --gpu_tflops and --gpu_gbs to have its hours predicted."
+        return replace(unknown, source="the driver", notes=(*unknown.notes, note))
 
 
 def _power_limit(pynvml: Any, handle: Any) -> float | None:
@@ -144,3 +145,147 @@ def _apple() -> Device | None:
         return with_memory(find(cpu.name, cpu.memory_mib), cpu.memory_mib)
     except InputError:
         return None
+
+
+# --- the CPU, as the operating system describes it ----------------------------------------------------
+
+
+class Cpu(NamedTuple):
+    """The processor and its memory, as the operating system reports them."""
+
+    name: str
+    threads: int  # that this process may use
+    memory_mib: int  # RAM, or the container's limit
+    available_mib: int  # of it, now
+    has_bf16: bool
+
+
+def read_cpu(root: Path = Path("/"), platform: str = sys.platform) -> Cpu:
+    """This machine's processor; `root` is the folder that holds /proc and /sys."""
+    name, flags = _model(root, platform)
+    total_mib, available_mib = _memory_mib(root, platform)
+    return Cpu(name, usable_threads(root), total_mib, available_mib, bool(BF16_FLAGS & flags))
+
+
+def usable_threads(root: Path = Path("/")) -> int:
+    """Threads a process gets: OMP_NUM_THREADS where set, else the affinity mask within the container's quota."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota(root)
+    return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
+
+
+def _model(root: Path, platform: str) -> tuple[str, frozenset[str]]:
+    fields: dict[str, str] = {}
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, separator, value = line.partition(":")
+        if separator:
+            fields.setdefault(key.strip().lower(), value.strip())
+    flags = frozenset((fields.get("flags") or fields.get("features") or "").split())
+    name = fields.get("model name") or fields.get("hardware")
+    if not name and platform == "darwin":
+        name = _sysctl("machdep.cpu.brand_string")
+    if not name:
+        import platform as machine  # slow to import, and rarely needed
+
+        name = machine.processor() or machine.machine() or "CPU"
+    return " ".join(name.split()), flags
+
+
+def _memory_mib(root: Path, platform: str) -> tuple[int, int]:
+    """RAM in MiB, total and available, within the container's limit."""
+    if platform == "win32":
+        return _windows_memory_mib()
+    if platform == "darwin":
+        total_mib = int(_sysctl("hw.memsize") or 0) // MIB
+        return total_mib, total_mib * 3 // 4  # macOS has no cheap way to ask what is available
+    fields = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        if value.split()[:1] and value.split()[0].isdigit():
+            fields[key] = int(value.split()[0]) // 1024
+    total_mib = fields.get("MemTotal", 0)
+    available_mib = fields.get("MemAvailable", fields.get("MemFree", 0))
+    for limit, used in _memory_limits(root):
+        total_mib = min(total_mib, limit // MIB) if total_mib else limit // MIB
+        available_mib = min(available_mib, max(0, limit - used) // MIB)
+    return total_mib, available_mib
+
+
+def _cgroups(root: Path, controller: str) -> list[Path]:
+    """The control groups of this process and those above it: version 2, then version 1."""
+    folders: list[Path] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, inner = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        parts = [part for part in inner.split("/") if part and part != ".."]
+        folders.extend(base.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
+    return list(dict.fromkeys([*folders, root / "sys/fs/cgroup", root / "sys/fs/cgroup" / controller]))
+
+
+def _memory_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, in use) in bytes of each control group that has a limit."""
+    limits = []
+    for folder in _cgroups(root, "memory"):
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = _read(folder / limit_file).strip()
+            if limit.isdigit() and int(limit) < 2**60:  # version 1 writes a huge number for "none"
+                used = _read(folder / used_file).strip()
+                limits.append((int(limit), int(used) if used.isdigit() else 0))
+    return limits
+
+
+def _quota(root: Path) -> float | None:
+    """Processors that the control groups allow, or None."""
+    quotas = []
+    for folder in _cgroups(root, "cpu"):
+        limit, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        if not limit:
+            limit = _read(folder / "cpu.cfs_quota_us").strip()
+            period = _read(folder / "cpu.cfs_period_us").strip()
+        if limit.isdigit() and period.isdigit() and int(period) > 0:
+            quotas.append(int(limit) / int(period))
+    return min(quotas) if quotas else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _sysctl(key: str) -> str:
+    import subprocess
+
+    try:
+        found = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip()
+
+
+def _windows_memory_mib() -> tuple[int, int]:
+    import ctypes
+
+    class MemoryStatus(ctypes.Structure):
+        _fields_ = (
+            ("length", ctypes.c_ulong),
+            ("load", ctypes.c_ulong),
+            *((name, ctypes.c_ulonglong) for name in ("total", "available", "page", "page_free", "space", "free", "x")),
+        )
+
+    status = MemoryStatus()
+    status.length = ctypes.sizeof(MemoryStatus)
+    getattr(ctypes, "windll").kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # noqa: B009  Windows only
+    return status.total // MIB, status.available // MIB

@@ -1,4 +1,4 @@
-"""What `oomph check --save` found out about a device of this user: kept in the cache, used by later plans."""
+"""What `oomph check --save` measured on this user's devices: kept in the cache, used by later plans."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 from msgspec.structs import replace
 
 from oomph.devices.device import Device
-from oomph.devices.rates import cache_folder
 from oomph.errors import InputError, Problem
+from oomph.files import cache_folder, write_whole
 
 VERSION = 1
-PLAN_WITHOUT = "OOMPH_RATIOS"  # set to 0, plans are made without what was measured
-LOWEST, HIGHEST = 0.2, 5.0  # a step that is farther off than this was not held up by the device
+PLAN_WITHOUT = "OOMPH_RATIOS"  # set to 0, plans ignore what was measured
+LOWEST, HIGHEST = 0.2, 5.0  # a ratio outside these has another cause than the device
 
 
 class Ratios(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Measured on one device."""
+    """What was measured on one device, against the prediction."""
 
     date: str  # 2026-11-16
     of: str  # what ran
@@ -34,12 +34,12 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def ratios_file() -> Path:
-    """Where the ratios of all devices are kept."""
+    """The file that holds the ratios of all devices."""
     return cache_folder() / "ratios.json"
 
 
 def load() -> dict[str, Ratios]:
-    """What is kept, by device and kind of run. Raises `InputError` where the file is there and cannot be read."""
+    """The saved ratios by device and kind of run. Raises `InputError` where the file exists and cannot be read."""
     path = ratios_file()
     try:
         content = path.read_bytes()
@@ -53,16 +53,14 @@ def load() -> dict[str, Ratios]:
         raise InputError(_damaged(path, str(error))) from None
     if found.version != VERSION:
         raise InputError(_damaged(path, f"version {found.version}"))
-    return {name: ratios for name, ratios in found.devices.items() if _sound(ratios)}
+    return {name: ratios for name, ratios in found.devices.items() if _is_plausible(ratios)}
 
 
 def save(device: Device, compiled: bool, ratios: Ratios) -> Path:
-    """Keep what a compiled or an eager run on the device gave, in place of an earlier one of its kind: where it is.
+    """Save the ratios of a compiled or an eager run, replacing earlier ones of its kind; returns the file.
 
-    Raises `InputError` where it cannot.
+    Raises `InputError` where it cannot be written.
     """
-    from oomph.files import write_whole
-
     path, kept = ratios_file(), load()
     kept[_key(device, compiled)] = ratios
     try:
@@ -74,10 +72,10 @@ def save(device: Device, compiled: bool, ratios: Ratios) -> Path:
 
 
 def calibrated(device: Device) -> Device:
-    """The device as it was measured here, with a note for each run that says so; unchanged where nobody measured it.
+    """The device with its measured ratios, and a note for each run they came from; unchanged where there are none.
 
-    Where only eager steps were measured, or only compiled ones, the others are taken to be as far off. What a process
-    takes beside its tensors, and the draw, are the last run's that told them.
+    Where only eager or only compiled steps were measured, the ratio is used for both. Context and power are from the
+    latest run that measured them.
     """
     if os.environ.get(PLAN_WITHOUT, "") == "0":
         return device
@@ -113,13 +111,13 @@ def _note(run: Ratios, how: str, alone: bool) -> str:
 
 
 def _key(device: Device, compiled: bool) -> str:
-    """A card by its name; a CPU by its threads too, which make it another device. Compiled runs are kept apart."""
+    """The device's name, for a CPU with its number of threads; compiled runs have a key of their own."""
     name = f"{device.name}, {device.threads} threads" if device.kind == "cpu" else device.name
     return f"{name}, compiled" if compiled else name
 
 
-def _sound(ratios: Ratios) -> bool:
-    """Whether the figures can be: a file that somebody edited must not make a plan of nothing."""
+def _is_plausible(ratios: Ratios) -> bool:
+    """Whether the figures are plausible: the file may have been edited."""
     time_is = ratios.time is None or LOWEST <= ratios.time <= HIGHEST
     context_is = ratios.context_mib is None or 0 <= ratios.context_mib < 2**20
     return time_is and context_is and (ratios.watts is None or 0 < ratios.watts < 1e5)
@@ -127,5 +125,5 @@ def _sound(ratios: Ratios) -> bool:
 
 def _damaged(path: Path, found: str) -> Problem:
     return Problem(
-        str(path), "is no file of measured ratios", found=found, allowed="delete it, then oomph check --save"
+        str(path), "is not a file of measured ratios", found=found, allowed="delete it, then oomph check --save"
     )

@@ -10,16 +10,23 @@ from typing import Any
 import msgspec
 
 from oomph import config as configs
-from oomph.collecting import collecting_later
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device, all_devices
-from oomph.fitting import rows
-from oomph.fitting.answer import names_a_model, with_a_leanest, with_tokens
+from oomph.fitting.fit import names_a_model, with_a_leanest, with_tokens
 from oomph.fitting.result import Value, is_patched
 from oomph.fitting.search import Searcher, is_late, is_safe
-from oomph.fitting.space import COMPILE_CAPABILITY, Program, asked_of, changes_between, ladders, programs, with_changes
-from oomph.planner import Plan
-from oomph.step import gpt
+from oomph.fitting.space import (
+    COMPILE_CAPABILITY,
+    TrainingProgram,
+    asked_of,
+    changes_between,
+    ladders,
+    programs,
+    same_rows,
+    with_changes,
+)
+from oomph.planning.plan import Plan, gc_paused
+from oomph.step import build as steps
 
 
 class CardOption(msgspec.Struct, frozen=True):
@@ -145,7 +152,7 @@ def which_cards(
     chosen.sort(key=lambda card: (_kind_of(card), -_room_mib(card)))
     search = _Search(loaded, reserve_mib, hours)
     found = []
-    with collecting_later():
+    with gc_paused():
         for number, card in enumerate(chosen, 1):
             if progress is not None:
                 progress(f"card {number} of {len(chosen)}: {card.name}")
@@ -161,7 +168,7 @@ def _slowness(card: CardOption) -> float:
 def _kind_of(card: Device) -> str:
     """Cards of one kind run the same programs on the same lists of operations."""
     compiles = card.compute_capability is None or card.compute_capability >= COMPILE_CAPABILITY
-    return f"{card.kind} {card.has_bf16} {compiles} {gpt.workspaces(card.capability)}"
+    return f"{card.kind} {card.has_bf16} {compiles} {steps.workspaces(card.capability)}"
 
 
 def _room_mib(card: Device) -> float:
@@ -211,7 +218,7 @@ class _Search:
             if plans or most_s == inf:
                 usual = [
                     searcher.plan(with_changes(found[row.program].loaded, row.changes))
-                    for row in rows.same_rows(found, asked)
+                    for row in same_rows(found, asked)
                 ]
                 plans = [*plans, now, *usual]
                 if in_time := [plan for plan in plans if plan.memory.fits and not is_late(plan, self.hours)]:
@@ -223,7 +230,7 @@ class _Search:
         return min(fitting, key=lambda plan: is_late(plan, self.hours), default=None)
 
 
-def _leanest(searcher: Searcher, programs: Iterable[Program]) -> Iterator[Plan]:
+def _leanest(searcher: Searcher, programs: Iterable[TrainingProgram]) -> Iterator[Plan]:
     """The leanest setting of each program whose peak is no more than the card has: it may fit by giving cache back."""
     for program in programs:
         every = list(ladders(program))

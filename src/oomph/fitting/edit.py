@@ -1,13 +1,16 @@
-"""The user's own config file with just the changed lines changed: nanoGPT's `.py`, or TOML."""
+"""A config file's text, nanoGPT's `.py` or TOML, with a key changed where it stands, and with comments that state a
+product of changed keys made true again."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
 from oomph.config import TrainConfig
-from oomph.config.keys import keys
-from oomph.fitting import comments
+from oomph.config.schema import keys
 from oomph.fitting.result import Value
 
 if TYPE_CHECKING:
@@ -18,11 +21,26 @@ _PYTHON_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # as Python's par
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # as its tokenizer and TOML do
 ADDED = "# Set by oomph fit:"
 
+# Comments that state a product, such as "16 * 32 * 1024 = 524,288".
+FACTORS = ("batch_size", "gradient_accumulation_steps", "block_size")
+_NUMBER = re.compile(r"\d[\d,_]*")
+_TIMES = r"(?:[*×·]|(?<=[\s\d])x(?=[\s\d]))"
+_TERM = r"[^=≈*×·#\n]*?\d[^=≈*×·#\n]*?"
+_RESULT = r"(\d+\.\d+|\d[\d,_]*\d|\d)( ?(?:[kKM]|million)\b)?"  # 524,288 or 0.5M
+_PRODUCT = re.compile(rf"({_TERM}(?:{_TIMES}{_TERM})+)([=≈]\s*~?\s*){_RESULT}")
+_WORDS = {
+    "batch_size": r"batch|sequence",
+    "gradient_accumulation_steps": r"accum|micro",
+    "block_size": r"block|context",
+}
 
-def set_key(text: str, toml: bool, key: str, value: Value, trainer: str = "nanogpt", helpers: bool = True) -> str:
-    """The text with the key's value changed where it stands, or the key added at the end. With `helpers`, a value that
-    is a variable of the file's own ("batch_size = bs") is changed where that one is set."""
-    span = _toml_span(text, key) if toml else _python_span(text, key, helpers)
+
+def set_key(
+    text: str, toml: bool, key: str, value: Value, trainer: str = "nanogpt", through_variable: bool = True
+) -> str:
+    """The text with the key's value changed where it stands, or the key added at the end. With `through_variable`, a
+    value that is a variable of the file's own ("batch_size = bs") is changed where that one is set."""
+    span = _toml_span(text, key) if toml else _python_span(text, key, through_variable)
     if span is None:
         return _append(text, entry(key, value, toml, trainer))
     return _put(text, span, _written(text[span[0] : span[1]], value, toml))
@@ -30,13 +48,13 @@ def set_key(text: str, toml: bool, key: str, value: Value, trainer: str = "nanog
 
 def restate(text: str, toml: bool, old: TrainConfig, new: TrainConfig) -> str:
     """The text with its comments true again: those that state a product of the old values."""
-    before, after = ({key: getattr(config, key) for key in comments.FACTORS} for config in (old, new))
+    before, after = ({key: getattr(config, key) for key in FACTORS} for config in (old, new))
     if before == after:
         return text
     lines = _LINE.findall(text)
     for number, column in _toml_comments(text) if toml else _python_comments(text):
         line = lines[number]
-        lines[number] = line[:column] + comments.correct(line[column:], before, after)
+        lines[number] = line[:column] + correct(line[column:], before, after)
     return "".join(lines)
 
 
@@ -69,21 +87,21 @@ def _written(old: str, value: Value, toml: bool) -> str:
     return written(value, toml)
 
 
-def _python_span(text: str, key: str, helpers: bool) -> tuple[int, int] | None:
+def _python_span(text: str, key: str, through_variable: bool) -> tuple[int, int] | None:
     """Where the value stands that the file gives the key, if a plain assignment at the top level gives it last."""
     import ast
 
-    from oomph.config.bindings import names_read, names_set
+    from oomph.config.nanogpt import names_read, names_set
 
     body = ast.parse(text).body
     found, _ = _last_value(body, key)
-    if helpers and isinstance(found, ast.Name) and found.id not in keys():
+    if through_variable and isinstance(found, ast.Name) and found.id not in keys():
         value, times = _last_value(body, found.id)
         found = value if times == 1 else found
     if found is None or found.end_lineno is None or found.end_col_offset is None:
         return None
     if names_read(found) & names_set(body) - set(keys()):
-        return None  # a helper that nothing reads any more would be taken for a misspelt key
+        return None  # a variable that nothing reads any more would be taken for a misspelt key
     lines = _PYTHON_LINE.findall(text)
 
     def offset(line: int, column_bytes: int) -> int:
@@ -98,7 +116,7 @@ def _last_value(body: list[ast.stmt], name: str) -> tuple[ast.expr | None, int]:
     sets it last ("batch_size *= 2", an if, a tuple): what stands before it is not the value."""
     import ast
 
-    from oomph.config.bindings import names_set
+    from oomph.config.nanogpt import names_set
 
     found: ast.expr | None = None
     setting = [node for node in body if name in names_set([node])]
@@ -165,3 +183,78 @@ def _comment_at(line: str) -> int:
         elif letter == "#":
             return column
     return len(line)
+
+
+def correct(comment: str, old: Mapping[str, int], new: Mapping[str, int]) -> str:
+    """The comment with each product of the old values that it states restated for the new ones."""
+    return _PRODUCT.sub(lambda match: _restate(match, old, new), comment)
+
+
+def _restate(match: re.Match[str], old: Mapping[str, int], new: Mapping[str, int]) -> str:
+    terms, equals, stated, unit = match.groups(default="")
+    pieces = re.split(rf"({_TIMES})", terms)
+    numbers = [_NUMBER.search(piece) for piece in pieces[::2]]
+    values = [_value(number[0]) for number in numbers if number is not None]
+    result = _result_like(stated, unit, prod(values))
+    if result is None:
+        return match[0]  # not a product after all
+    changed = _factors(pieces[::2], values, old, new)
+    if changed == values:
+        return match[0]
+    for place, (number, value) in enumerate(zip(numbers, changed, strict=True)):
+        if number is not None and value != values[place]:
+            piece = pieces[2 * place]
+            pieces[2 * place] = piece[: number.start()] + _like(number[0], value) + piece[number.end() :]
+    return "".join(pieces) + equals + result(prod(changed)) + unit
+
+
+def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: Mapping[str, int]) -> list[int]:
+    """The factors with the new values in their places: known by the words beside them, else by their size. All as they
+    were where a named one was not true before: nobody knows what such a comment is about."""
+    changed = list(values)
+    free = set(range(len(values)))
+    for key in FACTORS:
+        named = [place for place in sorted(free) if re.search(_WORDS[key], terms[place], re.IGNORECASE)]
+        equal = [place for place in sorted(free) if values[place] == old[key]]
+        place = next((place for place in [*(each for each in named if each in equal), *named, *equal]), None)
+        if place is None:
+            continue
+        free.discard(place)
+        part = key == "gradient_accumulation_steps" and old[key] % max(1, values[place]) == 0
+        if values[place] != old[key] and not part:
+            return values
+        # A factor of an accumulation over several devices, "5 gradaccum * 8 GPUs", grows as the whole does.
+        scaled, rest = divmod(values[place] * new[key], old[key])
+        if rest:
+            return values
+        changed[place] = scaled
+    return changed
+
+
+def _result_like(stated: str, unit: str, product: int) -> Callable[[int], str] | None:
+    """How to state a product as this one is stated; None where it is not the one stated. A rounded one, "0.5M", keeps
+    its digits after the point, and gets more where they would be more than 5 % off."""
+    if not unit:
+        return partial(_like, stated) if "." not in stated and _value(stated) == product else None
+    if not 0 < product < 10**18:
+        return None  # nobody's batch
+    for base in (1000, 1024):  # 524,288 is 524K to some, 512K to others
+        scale = base if unit.strip() in "kK" else base**2
+        digits = len(stated.partition(".")[2])
+        if f"{product / scale:.{digits}f}" == stated:
+            return partial(_rounded, scale, digits)
+    return None
+
+
+def _rounded(scale: int, digits: int, value: int) -> str:
+    text = f"{value / scale:.{digits}f}"
+    return text if abs(float(text) * scale / value - 1) <= 0.05 else _rounded(scale, digits + 1, value)
+
+
+def _value(text: str) -> int:
+    return int(text.replace(",", "").replace("_", ""))
+
+
+def _like(text: str, value: int) -> str:
+    """The number with the other one's separators."""
+    return f"{value:,}" if "," in text else f"{value:_}" if "_" in text else str(value)

@@ -18,7 +18,7 @@ from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict import clock
 from oomph.predict.memory import CUDA_ROUNDING_BYTES, find_moment, rounded
-from oomph.step import gpt
+from oomph.step import build as steps
 from oomph.step.ops import Buffer, Kind, Phase, Section, Step
 
 FEWEST = 2  # blocks that are kept, and that are checkpointed, of models that give the slopes
@@ -39,7 +39,7 @@ class Sketch:
     def __init__(self, config: TrainConfig, device: Device, whole: bool) -> None:
         """With `whole`, of the optimizer and the evaluation too."""
         self.config = config
-        step = _build(config, device, evaluates=whole)
+        step = _build(config, device, whole)
         training = [each for each in step.sections if each.ops[0].phase is not Phase.EVAL]
         self._micro_steps: tuple[Section, ...] = tuple(training[:-1])
         if not whole:
@@ -65,7 +65,7 @@ class Update:
     def __init__(self, config: TrainConfig, device: Device) -> None:
         """Found behind an eager micro-step; its time is that under the config."""
         self.config = config
-        step = _build(replace(config, compile=False), device, evaluates=False)
+        step = _build(replace(config, compile=False), device, whole=False)
         self.state_bytes = _booked_bytes([each for each in step.resident if each.kind is Kind.OPTIMIZER], device)
         self._works = clock.works_of(step.sections[-1:], device)
 
@@ -74,8 +74,9 @@ class Update:
         return self._works
 
 
-def _build(config: TrainConfig, device: Device, evaluates: bool) -> Step:
-    return gpt.build(config, device.kind != "cpu", evaluates=evaluates, threads=device.threads)
+def _build(config: TrainConfig, device: Device, whole: bool) -> Step:
+    """The step with an evaluation, as a plan has it, or, nearly, without one."""
+    return steps.build(config, device.kind != "cpu", evaluates=whole, threads=device.threads, nearly=not whole)
 
 
 def _rounding_bytes(device: Device) -> int:
@@ -89,9 +90,7 @@ def _booked_bytes(buffers: Iterable[Buffer], device: Device) -> int:
 
 def _from_the_end(name: str, layers: int) -> str:
     """An operation's name with its block counted from the last one: the same moment at any depth."""
-    room, _, rest = name.partition(".")
-    index, _, inside = rest.partition(".")
-    return f"{room}.{int(index) - layers}.{inside}" if room == "h" and index.isdecimal() else name
+    return ".".join([str(int(part) - layers) if part.isdecimal() else part for part in name.split(".")])
 
 
 class Small(msgspec.Struct, frozen=True):

@@ -7,13 +7,24 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from oomph.config import LoadedConfig
-from oomph.fitting import shapes
-from oomph.fitting.largest import IN_PROPORTION, Limits, Sizer, as_option, growing
+from oomph.fitting.grow import (
+    FEWEST_STEPS,
+    GOOD_PASSES,
+    IN_PROPORTION,
+    TOKENS_PER_PARAMETER,
+    DepthAndWidth,
+    Limits,
+    Sizer,
+    as_option,
+    growing,
+    learning_rate,
+    proportioned,
+    rate_source,
+)
 from oomph.fitting.result import Fit, Option
 from oomph.fitting.search import Searcher, is_safe
-from oomph.fitting.shapes import Shape
 from oomph.fitting.verdict import name_of, setting
-from oomph.planner import PROGRAMS, Plan
+from oomph.planning.plan import PROGRAMS, Plan
 from oomph.units import count
 
 MAKES_ROOM = ("compile", "expandable_segments", "checkpoint_layers")  # keys that a size is tried with, beside the batch
@@ -60,7 +71,7 @@ def propose(
 ) -> Fit:
     """A model and a run for a card, a time and a number of tokens; `loaded` holds whatever else was said."""
     sizer = Sizer(loaded, searcher, Limits(hours, tokens), proposing=True, tell=tell)
-    ladder = shapes.ladder(loaded.config.vocab_size)
+    ladder = proportioned(loaded.config.vocab_size)
     best = sizer.last(ladder)
     place = ladder.index(best) if best is not None else 0
     plans = [(shape, sizer.plan(shape)) for shape in _near(ladder, place)]
@@ -120,11 +131,11 @@ def _superlative(option: Option) -> str:
     return f"{option.name[0].upper()}{option.name[1:]}"
 
 
-def _size(shape: Shape) -> str:
+def _size(shape: DepthAndWidth) -> str:
     return f"{layers(shape.n_layer)} × {shape.n_embd}"
 
 
-def _near(ladder: list[Shape], place: int) -> list[Shape]:
+def _near(ladder: list[DepthAndWidth], place: int) -> list[DepthAndWidth]:
     """The proposed size, and smaller and larger ones a good step apart, for the trade to be seen."""
     sizes = [ladder[place]]
     for direction in (-1, 1):
@@ -142,16 +153,17 @@ def _proposal(option: Option, chosen: bool, hours: float | None) -> Option:
         reason = "proposed"
     elif hours is not None and (option.hours or 0.0) > hours:
         reason = f"takes longer than {hours:g} h"
-    elif option.plan.data.tokens_per_param < shapes.TOKENS_PER_PARAMETER:
+    elif option.plan.data.tokens_per_param < TOKENS_PER_PARAMETER:
         reason = "too large for the tokens"
     else:
         reason = "smaller: it learns less from the same tokens"
     return msgspec.structs.replace(option, reason=reason)
 
 
-def _advice(shape: Shape, plan: Plan) -> str:
+def _advice(shape: DepthAndWidth, plan: Plan) -> str:
     per = plan.data.tokens_per_param
-    return f"{per:,.0f} tokens a parameter; a learning rate of {shapes.learning_rate(shape):g} suits this width"
+    rate = learning_rate(shape.n_embd, shape.block_parameters)
+    return f"{per:,.0f} tokens a parameter; a learning rate of {rate:g} suits this width"
 
 
 def _parameters(option: Option) -> int:
@@ -168,7 +180,7 @@ def _refusal(smallest: Plan, limits: Limits) -> str:
     """Which of the limits even the smallest model exceeds."""
     size = f"{layers(smallest.config.n_layer)} × {smallest.config.n_embd}"
     if _too_few_tokens(smallest, limits):
-        wanted = shapes.TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
+        wanted = TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
         tokens = limits.tokens or smallest.data.total_tokens
         return (
             f"No: {count(tokens)} {'token is' if tokens == 1 else 'tokens are'} too few: the "
@@ -195,7 +207,7 @@ def _cure(smallest: Plan, limits: Limits) -> tuple[str]:
 
 
 def _too_few_tokens(smallest: Plan, limits: Limits) -> bool:
-    wanted = shapes.TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
+    wanted = TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
     return (limits.tokens or smallest.data.total_tokens) < wanted
 
 
@@ -210,7 +222,7 @@ def _why_largest(now: Plan, options: list[Option]) -> Iterator[str]:
             f"option has {count(_parameters(options[0]))}"
         )
     for option in options:
-        shape = Shape(option.plan.config.n_layer, option.plan.config.n_embd)
+        shape = DepthAndWidth(option.plan.config.n_layer, option.plan.config.n_embd)
         yield f"{option.name} ({_size(shape)}, {name_of(option)}): {option.effect}"
     yield (
         "heads are of 64, as every GPT-2 has them: tensor cores and flash attention run them at full speed; depth and "
@@ -227,7 +239,7 @@ def _why_proposed(plan: Plan, loaded: LoadedConfig, limits: Limits) -> Iterator[
         more = (
             "more than the 4 that are about as good as new data: get more data, or train a larger model on fewer tokens"
         )
-        good = "within the 4 that are about as good as new data" if data.epochs <= shapes.GOOD_PASSES else more
+        good = "within the 4 that are about as good as new data" if data.epochs <= GOOD_PASSES else more
         yield f"data: {data.epochs:.2f} passes over {count(data.dataset_tokens or 0)}, {good} (Muennighoff et al. 2023)"
     yield _rate(plan, loaded)
     yield _batch(plan, loaded)
@@ -245,7 +257,7 @@ def _length(plan: Plan, loaded: LoadedConfig, limits: Limits) -> str:
 
 def _rate(plan: Plan, loaded: LoadedConfig) -> str:
     config = plan.config
-    source = "Brown et al. 2020, table 2.1" if config.n_embd >= 768 else "Kaplan et al. 2020, equation D.1"
+    source = rate_source(config.n_embd)
     origin = "as given" if loaded.said("learning_rate") else f"for this size ({source})"
     end = f"{config.min_lr:g} as given" if loaded.said("min_lr") else "a tenth"
     top = f"learning rate: {config.learning_rate:g} {origin}"
@@ -256,7 +268,7 @@ def _batch(plan: Plan, loaded: LoadedConfig) -> str:
     config = plan.config
     keys = [key for key in ("batch_size", "gradient_accumulation_steps") if loaded.said(key)]
     step = f"batch: {plan.data.tokens_per_step:,} tokens a step"
-    rule = f"half a million up to 760 M parameters; less for a run of fewer than {shapes.FEWEST_STEPS:,} steps"
+    rule = f"half a million up to 760 M parameters; less for a run of fewer than {FEWEST_STEPS:,} steps"
     source = "" if len(keys) == 2 else f" (Brown et al. 2020: {rule})"
     choice = f"{' and '.join(keys)} as given" if keys else f"the fastest that fits under {PROGRAMS[config.trainer]}"
     return f"{step}{source}, in {config.batch_size} × {config.gradient_accumulation_steps}, {choice}"

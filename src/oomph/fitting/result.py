@@ -7,10 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from oomph.config import LoadedConfig
-from oomph.planner import Plan
+from oomph.planning.plan import Plan
 
-Kind = Literal["same", "nearly", "different"]
-KINDS: tuple[Kind, ...] = ("same", "nearly", "different")
+Fidelity = Literal["same", "nearly", "different"]
+KINDS: tuple[Fidelity, ...] = ("same", "nearly", "different")
 Value = int | float | str | bool
 
 
@@ -24,7 +24,7 @@ class Option(msgspec.Struct, frozen=True):
 
     name: str  # "half the micro-batch"
     changes: dict[str, Value]  # config keys that differ from what was asked
-    kind: Kind  # what it does to the mathematics: nothing but rounding, a little, or another training
+    kind: Fidelity  # what it does to the mathematics: nothing but rounding, a little, or another training
     plan: Plan
     saved_mib: float  # against what was asked, as it was asked
     effect: str  # on the training
@@ -101,6 +101,15 @@ class Fit(msgspec.Struct, frozen=True):
     def chosen(self) -> Option | None:
         """The best option."""
         return None if self.best is None else self.options[self.best]
+
+    @property
+    def is_yes(self) -> bool:
+        """Whether something fits, in time, that was asked for: the same training, or a model that was to be found."""
+        chosen = self.chosen
+        if chosen is None:
+            return False
+        in_time = self.hours_limit is None or (chosen.hours is not None and chosen.hours <= self.hours_limit)
+        return in_time and (chosen.kind == "same" or self.seeks_a_model)
 
     def to_dict(self) -> dict[str, Any]:
         """The fit as the documented JSON object."""

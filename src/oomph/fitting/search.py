@@ -20,8 +20,8 @@ from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device
 from oomph.fitting.estimate import Estimator, replace, slack_of
 from oomph.fitting.space import Ladder
-from oomph.planner import Plan, plan
-from oomph.predict.footprint import ALLOCATED_SPREAD, CONTEXT_SPREAD_MIB
+from oomph.planning.plan import Plan, plan
+from oomph.predict.memory import ALLOCATED_SPREAD, CONTEXT_SPREAD_MIB
 from oomph.units import MIB
 
 OPTIMISM = 0.99  # a shallow estimate of the time is right to less than a percent; seen: 0.56 %

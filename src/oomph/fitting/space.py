@@ -1,4 +1,5 @@
-"""The settings that leave the training mathematically the same, for each program that could run it."""
+"""What a search may try: the settings that leave the training mathematically the same, for each program that could run
+it, and the changes that people are told to try."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ import msgspec
 
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.settle import follows
 from oomph.devices import Device
 from oomph.fitting.estimate import period_of
-from oomph.fitting.result import Value
+from oomph.fitting.result import Fidelity, Value
 
 # Tokens; 0, all at once, is tried too. By the clock, over 1,600 drawn models, cards and amounts of room, the fastest
 # setting with these is 0.07 % slower in the mean than with 256, 16384 and 32768 beside them, and 1 % in the worst
@@ -22,12 +24,18 @@ MOST_CHUNKS = 64  # to one micro-step: by then the chunk is a trifle beside the 
 COMPILE_CAPABILITY = 7.0  # what torch.compile's GPU back end needs
 _FIRST = ("trainer", "n_layer", "n_head", "n_embd", "block_size", "batch_size")  # as people would write them
 FIT = "oomph fit"  # the source of a value that a fit chose
+HEAD_SIZE = 64  # every GPT-2 has it; a multiple of what tensor cores load, and flash attention's fastest
+SMALLER = {2: "half the micro-batch", 4: "a quarter of the micro-batch", 8: "an eighth of the micro-batch"}
+
+ARITHMETIC = ("optimizer", "dtype", "autocast")  # what a nearly equal training may change
+
+SAME = "none: rounding alone differs"
 
 
 T = TypeVar("T")
 
 
-class Program(msgspec.Struct, frozen=True):
+class TrainingProgram(msgspec.Struct, frozen=True):
     """A program that could run the config, and what it can set without changing the mathematics."""
 
     key: str  # "nanogpt", "patched" or "oomph"
@@ -80,31 +88,42 @@ class Ladder(msgspec.Struct, frozen=True):
         return len(self.counts) * len(self.expandable_segments)
 
 
-def programs(loaded: LoadedConfig, device: Device) -> dict[str, Program]:
-    """nanoGPT as published, nanoGPT with a training step that returns the loss alone, and oomph train."""
-    under = {trainer: _under(loaded, trainer) for trainer in ("nanogpt", "oomph")}
-    patched = with_changes(under["nanogpt"], {"return_logits": False})
+def programs(loaded: LoadedConfig, device: Device) -> dict[str, TrainingProgram]:
+    """nanoGPT as published, nanoGPT with a training step that returns the loss alone, and oomph train.
+
+    A model that neither trains is run by its own program alone. The last one sets the most.
+    """
     on_gpu = device.kind in ("cuda", "rocm")
     compiles = device.compute_capability is None or device.compute_capability >= COMPILE_CAPABILITY
     result = {}
-    for key, each in (("nanogpt", under["nanogpt"]), ("patched", patched), ("oomph", under["oomph"])):
+    for key, each in _runners(loaded):
         settled = configs.settle(each, device).config
         ours = key == "oomph"
         own = (settled.loss_chunk or 0, settled.checkpoint_layers)
-        result[key] = Program(
+        counts = {"oomph": range(settled.n_layer + 1), "hf": (0, settled.n_layer)}.get(key, ())
+        result[key] = TrainingProgram(
             key=key,
             loaded=each,
             settled=settled,
             compile=_own_first(settled.compile, (True, False)) if compiles else (False,),
             loss_chunk=_own_first(own[0], (0, *LOSS_CHUNKS)) if ours and not settled.return_logits else own[:1],
-            checkpoint_layers=_own_first(own[1], range(settled.n_layer + 1)) if ours else own[1:],
+            checkpoint_layers=_own_first(own[1], counts),
             optimizer_loop=_own_first(settled.optimizer_loop or "fused", ("fused",) if ours else ()),
             expandable_segments=_own_first(settled.expandable_segments, (False, True) if on_gpu else ()),
         )
     return result
 
 
-def asked_of(found: dict[str, Program], loaded: LoadedConfig) -> str:
+def _runners(loaded: LoadedConfig) -> list[tuple[str, LoadedConfig]]:
+    """The programs that can run the model, by their keys."""
+    if loaded.config.trainer not in ("nanogpt", "oomph"):
+        return [(loaded.config.trainer, loaded)]
+    published = _under(loaded, "nanogpt")
+    patched = with_changes(published, {"return_logits": False})
+    return [("nanogpt", published), ("patched", patched), ("oomph", _under(loaded, "oomph"))]
+
+
+def asked_of(found: dict[str, TrainingProgram], loaded: LoadedConfig) -> str:
     """The key of the program that was asked for: nanoGPT whose step returns no logits is the patched one."""
     patched = loaded.config.trainer == "nanogpt" and found["nanogpt"].settled.return_logits is False
     return "patched" if patched else loaded.config.trainer
@@ -151,7 +170,7 @@ def batches(config: TrainConfig) -> list[tuple[int, int]]:
     ]
 
 
-def ladders(program: Program) -> Iterator[Ladder]:
+def ladders(program: TrainingProgram) -> Iterator[Ladder]:
     """Every setting of a program that keeps the mathematics, as settled configs; those that change least in front."""
     base = program.settled
     counts = tuple(sorted(program.checkpoint_layers))
@@ -171,13 +190,13 @@ def ladders(program: Program) -> Iterator[Ladder]:
             yield Ladder(lowest, counts, program.expandable_segments)
 
 
-def variant(program: Program, changes: dict[str, Value], device: Device) -> Program:
+def variant(program: TrainingProgram, changes: dict[str, Value], device: Device) -> TrainingProgram:
     """The program running the config with those keys changed, everything else still free to be set."""
     loaded = with_changes(program.loaded, changes)
     return msgspec.structs.replace(program, loaded=loaded, settled=configs.settle(loaded, device).config)
 
 
-def resized(program: Program, changes: dict[str, Value], device: Device) -> Program:
+def resized(program: TrainingProgram, changes: dict[str, Value], device: Device) -> TrainingProgram:
     """The program running a model of another size, with as many blocks to checkpoint as that has."""
     other = variant(program, changes, device)
     counts = _own_first(other.settled.checkpoint_layers, range(other.settled.n_layer + 1))
@@ -189,6 +208,102 @@ def _sensible(chunk: int, rows: int) -> bool:
 
 
 def changes_between(asked: TrainConfig, chosen: TrainConfig) -> dict[str, Value]:
-    """The keys whose values differ, with the chosen ones. Both are settled, so that no value is None."""
+    """The keys whose values differ, with the chosen ones. Both are settled, so that no value is None.
+
+    What follows from the model's other numbers in both is no change of its own.
+    """
     names = [*_FIRST, *(name for name in asked.__struct_fields__ if name not in _FIRST)]
-    return {name: getattr(chosen, name) for name in names if getattr(asked, name) != getattr(chosen, name)}
+    differ = [name for name in names if getattr(asked, name) != getattr(chosen, name)]
+    return {name: getattr(chosen, name) for name in differ if not (follows(asked, name) and follows(chosen, name))}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A change to try."""
+
+    name: str
+    program: str  # key of the program that would run it
+    changes: dict[str, Value]  # to that program's config
+    kind: Fidelity
+    effect: str
+
+
+def same_rows(programs: dict[str, TrainingProgram], asked: str) -> Iterator[Row]:
+    """What leaves the mathematics as it is; the program asked for first."""
+    for key in (asked, *(other for other in programs if other != asked)):
+        config = programs[key].settled
+        yield Row("as it is", key, {}, "same", SAME)
+        if key == asked:
+            yield from _ladder(programs[key])
+            if config.compile:
+                yield Row("not compiled", key, {"compile": False}, "same", SAME)
+            elif True in programs[key].compile:
+                yield Row("compiled", key, {"compile": True}, "same", SAME)
+            if not config.expandable_segments and True in programs[key].expandable_segments:
+                yield Row("expandable segments", key, {"expandable_segments": True}, "same", SAME)
+        if config.checkpoint_layers < config.n_layer in programs[key].checkpoint_layers:
+            every: dict[str, Value] = {"checkpoint_layers": config.n_layer}
+            yield Row("every block checkpointed", key, every, "same", "none: activations are computed twice")
+
+
+def _ladder(program: TrainingProgram) -> Iterator[Row]:
+    """Smaller micro-batches, more of them: the classical cure."""
+    config = program.settled
+    allowed = dict(batches(config))
+    for part, name in SMALLER.items():
+        size, rest = divmod(config.batch_size, part)
+        if rest == 0 and size in allowed:
+            changes: dict[str, Value] = {"batch_size": size, "gradient_accumulation_steps": allowed[size]}
+            yield Row(name, program.key, changes, "same", SAME)
+
+
+def nearly_rows(programs: dict[str, TrainingProgram], asked: str, has_bf16: bool) -> Iterator[Row]:
+    """What changes the arithmetic a little: other number formats, an optimizer with a smaller state."""
+    last, program = list(programs.items())[-1]
+    ours = program.settled
+    half = "bfloat16" if has_bf16 else "float16"
+    if ours.dtype == "float32":
+        effect = "products are rounded to 8 or 11 significant bits; losses differ in the third digit"
+        yield Row(f"{half} autocast", asked, {"dtype": half}, "nearly", effect)
+    if ours.optimizer == "adamw":
+        effect = "Adam's moments in 8 bits, block by block; on par in its authors' runs (arXiv 2110.02861)"
+        yield Row("8-bit Adam", last, {"optimizer": "adamw8bit"}, "nearly", effect)
+    if ours.autocast and has_bf16 and ours.dtype != "float32":
+        effect = "weights keep 8 significant bits: small updates are lost late in the run, so the final loss is worse"
+        yield Row("bfloat16 throughout", last, {"dtype": "bfloat16", "autocast": False}, "nearly", effect)
+
+
+def different_rows(program: TrainingProgram) -> Iterator[Row]:
+    """What makes another training of it: the last resort."""
+    config, key = program.settled, program.key
+    if config.batch_size > 1:
+        size = config.batch_size // 2
+        name = "half the batch" if 2 * size == config.batch_size else "a smaller batch"
+        sequences = size * config.gradient_accumulation_steps
+        effect = (
+            f"noisier gradients ({sequences} sequences a step) and {_tokens(size, config.batch_size)} in as many steps"
+        )
+        yield Row(name, key, {"batch_size": size}, "different", effect)
+    fewer = config.n_layer * 3 // 4
+    if 0 < fewer < config.n_layer:
+        yield Row("fewer layers", key, shallower(config, fewer), "different", "a smaller model: it learns less")
+    narrower = config.n_embd * 2 // 3 // HEAD_SIZE * HEAD_SIZE
+    if 0 < narrower < config.n_embd:
+        effect = "a smaller model: it learns less"
+        yield Row("narrower", key, {"n_embd": narrower, "n_head": narrower // HEAD_SIZE}, "different", effect)
+    if config.block_size >= 2:
+        block = config.block_size // 2
+        effect = f"sees {block} tokens back, and {_tokens(block, config.block_size)} in as many steps"
+        yield Row("half the context", key, {"block_size": block}, "different", effect)
+
+
+def _tokens(part: int, whole: int) -> str:
+    """How many a step is left with: an odd number has no half."""
+    return "half the tokens" if 2 * part == whole else f"{part}/{whole} of the tokens"
+
+
+def shallower(config: TrainConfig, layers: int) -> dict[str, Value]:
+    """The change to fewer layers; no more of them can be checkpointed than there are."""
+    changes: dict[str, Value] = {"n_layer": layers}
+    if config.checkpoint_layers > layers:
+        changes["checkpoint_layers"] = layers
+    return changes

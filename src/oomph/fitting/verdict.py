@@ -1,4 +1,5 @@
-"""A fit in sentences: the verdict on one line, what explains it, and a reason beside each option."""
+"""A fit in sentences: the verdict on one line, what explains it, a reason beside each option, and the patch that keeps
+nanoGPT's training step from returning its logits."""
 
 from __future__ import annotations
 
@@ -6,13 +7,31 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from oomph.fitting.nearest import smallest_card
+from oomph.devices import Device, all_devices
 from oomph.fitting.result import Option, Value
 from oomph.fitting.search import is_evaluating, is_safe
-from oomph.planner import PROGRAMS, Plan
+from oomph.planning.plan import PROGRAMS, Plan
 
 WORTH_SAYING_MIB = 100.0
 WORTH_SAYING_HOURS = 1.01  # times as long
+
+# nanoGPT's model.py: the line of `forward` after which the lines go, and the lines.
+AFTER = "loss = F.cross_entropy("
+LINES = (
+    "            if self.training:",
+    "                logits = None  # the training loop reads the loss alone",
+)
+PATCH = f"""\
+model.py, in GPT.forward, right after the line that begins "{AFTER}":
+
+{chr(10).join(LINES)}
+"""
+WHY_SAFE = (
+    "train.py's loop takes `logits, loss = model(X, Y)` and never looks at the logits; evaluation and sampling run in "
+    "eval mode and get them as before. Loss and gradients are the same numbers. What goes is the memory: compiled, "
+    "returned logits may not be overwritten by their own gradient, and the backward is handed a tensor of zeros of "
+    "their size besides."
+)
 
 
 def setting(changes: dict[str, Value]) -> str:
@@ -277,3 +296,9 @@ def _done(option: Option, best: Option, change: float) -> str:
     if change < 0 and hours < others / WORTH_SAYING_HOURS:
         return " a step, but done sooner"
     return " a step, but done later" if change > 0 and hours > others * WORTH_SAYING_HOURS else ""
+
+
+def smallest_card(need_mib: float) -> Device | None:
+    """The card with the least memory on which a process can have that much; None where there is none."""
+    cards = [card for card in all_devices() if card.kind == "cuda" and card.usable_mib >= need_mib]
+    return min(cards, key=lambda card: (card.usable_mib, -(card.tflops_fp16 or 0.0)), default=None)

@@ -16,7 +16,7 @@ from oomph.config import LoadedConfig, TrainConfig
 from oomph.errors import InputError, Problem
 from oomph.files import write_whole
 from oomph.fitting.edit import entry, restate, set_key
-from oomph.fitting.result import Fit, Option
+from oomph.fitting.result import Fit, Option, Value
 from oomph.fitting.space import changes_between
 
 FORMATS = (".py", ".toml")
@@ -33,24 +33,34 @@ def write_config(path: Path, fit: Fit, option: Option) -> tuple[str, ...]:
     own = _own_file(fit.loaded, path.suffix)
     text, habits = (_fresh(fit, option, toml), PLAIN) if own is None else _own_text(own)
     before, wanted = _read(text, path, option), option.plan.config
-    trainer = wanted.trainer
-    for key, value in option.changes.items():
-        if getattr(_read(text, path, option), key) != value:  # a value may follow from one changed already
-            text = set_key(text, toml, key, value, trainer)
-    held = []
-    for _ in wanted.__struct_fields__:  # each time the first key that is still not right: others may follow from it
-        left = changes_between(_read(text, path, option), wanted)
-        if not left:
-            break
-        key, value = next(iter(left.items()))
-        text = set_key(text, toml, key, value, trainer, helpers=False)  # another key may share the helper
-        if getattr(before, key) == value:
-            held.append(key)
-    else:
-        what = f"{', '.join(left)} cannot be set in a copy of {own}"
-        raise InputError(Problem(str(path), what, allowed="a file that sets each key once, at the top level"))
+    set_keys: list[str] = []
+    while left := _still_wrong(text, path, option):
+        key, value = next(iter(left.items()))  # one at a time: others may follow from it
+        if set_keys.count(key) > 1:
+            what = f"{', '.join(left)} cannot be set in a copy of {own}"
+            raise InputError(Problem(str(path), what, allowed="a file that sets each key once, at the top level"))
+        # The second time not through a variable of the file's own, which another key may share.
+        through_variable = key in option.changes and key not in set_keys
+        text = set_key(text, toml, key, value, wanted.trainer, through_variable)
+        set_keys.append(key)
     _replace(path.resolve(), habits.encode(restate(text, toml, before, wanted)))
-    return tuple(held)
+    return tuple(dict.fromkeys(key for key in set_keys if getattr(before, key) == getattr(wanted, key)))
+
+
+def _still_wrong(text: str, path: Path, option: Option) -> dict[str, Value]:
+    """The keys that the text does not give the option's values, with those. Half changed, it may be no valid config
+    (a new number of heads that does not divide the old width): then by what it states, key by key."""
+    wanted = option.plan.config
+    try:
+        return changes_between(_read(text, path, option), wanted)
+    except InputError:
+        stated = configs.stated_values(text, path.name)
+        defaults = {key: getattr(TrainConfig(), key) for key in option.changes if key not in stated}
+        given = {key: value for key, value in (defaults | stated).items() if value is not None}
+        left = {key: getattr(wanted, key) for key, value in given.items() if value != getattr(wanted, key)}
+        if not left:
+            raise
+        return left
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -1,7 +1,7 @@
-"""Seconds: a roofline over the operations of a step.
+"""Seconds of a step: a roofline over its operations.
 
-The device works through its kernels one after another; the host prepares them one after another, ahead of it. A
-micro-step takes as long as the slower of the two. Each figure comes with a best and a worst case.
+The device runs its kernels one after another; the host launches them one after another, ahead of it. A micro-step
+takes as long as the slower of the two. Each figure comes with a best and a worst case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict.cpu_kernels import KEPT_BYTES, OOMPH_KEPT_BYTES
-from oomph.predict.kernels import (
+from oomph.predict.gpu_kernels import (
     BEST,
     EARLY_COMPILED,
     EFFICIENT_SLOWDOWN,
@@ -22,35 +22,36 @@ from oomph.predict.kernels import (
     LIKELY,
     WORST,
     Assumptions,
-    Program,
+    KernelOptions,
     op_seconds,
 )
 from oomph.step.ops import Kernel, Op, Phase, Section, Step
 
+# Since this version of torch ...
 PADDING_SINCE = (2, 2)  # inductor pads matrix products whose extents are not aligned (its shape_padding)
-READING = {Phase.FORWARD, Phase.EVAL}  # phases that begin with a batch
-QUICK_LAUNCH_SINCE = (2, 2)  # the compiler's launches; the figures for slow ones are from 2.0 and 2.1
+QUICK_LAUNCH_SINCE = (2, 2)  # compiled kernels launch quickly; the figures for slow launches are from 2.0 and 2.1
 FLASH_2_SINCE = (2, 2)  # scaled_dot_product_attention runs FlashAttention-2
+READING = {Phase.FORWARD, Phase.EVAL}  # phases that begin with a batch
 
 
 class Seconds(msgspec.Struct, frozen=True):
-    """What one optimizer step and one evaluation batch take."""
+    """Seconds of one optimizer step and of one evaluation batch."""
 
     step_s: float
     eval_batch_s: float
 
 
 class Work(NamedTuple):
-    """A section's operations, each kind once with how often it occurs."""
+    """A section's operations, each kind once with its count."""
 
     times: int
     evaluates: bool
     reads: bool  # whether the host cuts a batch out of the data for it
-    ops: list[tuple[object, Op, int]]  # what makes its kind, one of them, how many
+    ops: list[tuple[object, Op, int]]  # (key of the kind, one operation of it, how many)
 
 
 class Times(msgspec.Struct, frozen=True):
-    """The likely time, and an honest low and high."""
+    """The likely time, and the best and the worst case."""
 
     low: Seconds
     likely: Seconds
@@ -61,22 +62,22 @@ def predict_times(step: Step, config: TrainConfig, device: Device) -> Times | No
     """How long the step takes on the device; None where the device's rates are not known."""
     if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
         return None
-    program, works = program_of(config), works_of(step.sections, device)
-    return Times(*(_run(works, config, device, program, assume) for assume in (BEST, LIKELY, WORST)))
+    options, works = kernel_options(config), works_of(step.sections, device)
+    return Times(*(_run(works, config, device, options, assume) for assume in (BEST, LIKELY, WORST)))
 
 
 def likely_sections_s(works: list[Work], config: TrainConfig, device: Device) -> list[float] | None:
-    """The likely seconds of each section alone, run once: for searches."""
+    """The likely seconds of each section, run once; None where the device's rates are not known. For searches."""
     if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
         return None
-    return list(_seconds(works, config, device, program_of(config), LIKELY))
+    return list(_seconds(works, config, device, kernel_options(config), LIKELY))
 
 
-def program_of(config: TrainConfig) -> Program:
+def kernel_options(config: TrainConfig) -> KernelOptions:
     """What the config and the version of torch decide about the kernels."""
     release = torch_release(config.torch_version)
     flash = 1.0 if release >= FLASH_2_SINCE else FLASH_1_SLOWDOWN
-    return Program(
+    return KernelOptions(
         allow_tf32=config.allow_tf32,
         attention_slowdown=EFFICIENT_SLOWDOWN if config.attention == "efficient" else flash,
         pads=config.compile and release >= PADDING_SINCE,
@@ -90,7 +91,7 @@ def reads_batch(section: Section) -> bool:
 
 
 def host_seconds(kernels: int, reads: bool, config: TrainConfig, device: Device, assume: Assumptions) -> float:
-    """The host's work for a section: it launches the kernels, and in nanoGPT prepares the next batch between them."""
+    """The host's seconds for a section: it launches kernels, and in nanoGPT prepares the next batch between them."""
     if device.kind == "cpu":
         return 0.0
     kernel_s = assume.compiled_host_s if config.compile else assume.eager_host_s
@@ -107,7 +108,7 @@ def torch_release(version: str) -> tuple[int, int]:
 
 
 def works_of(sections: Sequence[Section], device: Device) -> list[Work]:
-    """The sections' operations by kind: a model's blocks repeat, so that few of them are really different."""
+    """The sections' operations counted by kind: a model's blocks repeat, so there are few kinds."""
     kind_of = _cpu_kind if device.cpu_rates is not None else _kind
     works = []
     for section in sections:
@@ -126,29 +127,31 @@ def works_of(sections: Sequence[Section], device: Device) -> list[Work]:
 
 
 def _kind(op: Op) -> object:
-    """Operations with equal ones take equal time on a card."""
+    """On a GPU, operations with equal keys take equal time."""
     return (op.kernel, op.phase, op.shape, op.dtype, op.flops, op.bytes_moved)
 
 
 def _cpu_kind(op: Op) -> object:
-    """On a CPU the function computed and the buffers made count as well."""
+    """On a CPU the time depends on the function computed and on the new buffers too."""
     return (_kind(op), *op.name.split(".")[-2:], *(buffer.bytes for buffer in op.allocates))
 
 
-def _run(works: list[Work], config: TrainConfig, device: Device, program: Program, assume: Assumptions) -> Seconds:
+def _run(
+    works: list[Work], config: TrainConfig, device: Device, options: KernelOptions, assume: Assumptions
+) -> Seconds:
     step_s = eval_s = 0.0
-    for work, seconds in zip(works, _seconds(works, config, device, program, assume), strict=True):
+    for work, seconds in zip(works, _seconds(works, config, device, options, assume), strict=True):
         if work.evaluates:
-            eval_s = seconds  # the last of them: a later batch, not the first
+            eval_s = seconds  # of the last one, which is not the run's first batch
         else:
             step_s += work.times * seconds
     return Seconds(step_s, eval_s)
 
 
 def _seconds(
-    works: list[Work], config: TrainConfig, device: Device, program: Program, assume: Assumptions
+    works: list[Work], config: TrainConfig, device: Device, options: KernelOptions, assume: Assumptions
 ) -> Iterator[float]:
-    """Of each, run once: the slower of the device and the host."""
+    """Seconds of each section run once: those of the device or of the host, whichever is slower."""
     ratio = device.compiled_ratio if config.compile else device.eager_ratio
     known: dict[object, float] = {}
     for work in works:
@@ -156,7 +159,7 @@ def _seconds(
         for kind, op, count in work.ops:
             seconds = known.get(kind)
             if seconds is None:
-                seconds = known[kind] = op_seconds(op, device, program, assume)
+                seconds = known[kind] = op_seconds(op, device, options, assume)
             device_s += count * seconds
             kernels += count * (op.kernel is not Kernel.NONE)
         yield ratio * max(device_s, host_seconds(kernels, work.reads, config, device, assume))

@@ -1,4 +1,4 @@
-"""Energy and money: watts times hours, and a price. One's own card costs electricity, a rented one by the hour."""
+"""Energy and money: watts times hours, and a price. Your own card costs electricity, a rented one by the hour."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from oomph.devices import Device
 POWER_SHARE = 0.90
 PRICE_PER_KWH = 0.16  # US dollars, households, world average in 2025 (globalpetrolprices.com); 0.05 to 0.45 by country
 PRICE_CURRENCY = "USD"
-# An assumption, for a desktop computer: processor, memory, drives and fans while one process feeds the cards, and
-# what a power supply of the 80 PLUS Gold class turns into heat at half its load (87 to 92 %).
+# Assumed, for a desktop computer: processor, memory, drives and fans while one process feeds the cards, and the
+# efficiency of an 80 PLUS Gold power supply at half its load (87 to 92 %).
 REST_WATTS = 90.0
 SUPPLY_EFFICIENCY = 0.90
 
 
 class Energy(msgspec.Struct, frozen=True):
-    """What the run draws and costs. Prices per hour are there where the card is on offer, or one was given."""
+    """What the run draws and costs. Rents are None where no price an hour is known."""
 
     watts: float  # the cards alone, all of them
     kwh: float
@@ -36,7 +36,7 @@ class Energy(msgspec.Struct, frozen=True):
 
 
 def drawn_watts(device: Device) -> float | None:
-    """What one card draws in training: as measured, else its share of the rated power; None where nobody knows."""
+    """Watts of one card in training: as measured, else a share of its rated power; None where neither is known."""
     if device.drawn_watts is not None:
         return device.drawn_watts
     return None if device.watts is None else POWER_SHARE * device.watts
@@ -51,10 +51,7 @@ def energy(
     watts: float | None = None,
     price_hour: float | None = None,
 ) -> Energy | None:
-    """kWh = watts × hours / 1000, over all cards; `watts` is one card's draw where it was measured.
-
-    None where the cards' power or the run's length is not known.
-    """
+    """Energy and cost over all cards; `watts` is one card's measured draw. None where watts or hours are not known."""
     each = watts if watts is not None else drawn_watts(device)
     if each is None or hours is None:
         return None

@@ -1,12 +1,12 @@
 """Seconds of one operation on this machine's CPU, from rates measured on it.
 
-A CPU differs from a card in what it waits for: exponentials and error functions cost more than the bytes they read,
-tensors that fit its caches move faster than its memory, and a large new tensor is paid for page by page.
+A CPU differs from a GPU in what takes time: exponentials and error functions cost more than the bytes they read,
+tensors that fit its caches move faster than those in memory, and the pages of a large new tensor have to be made.
 """
 
 from __future__ import annotations
 
-from oomph.devices.rates import ATTENTION_PRODUCTS, LONG_TOKENS, CpuRates, attention_scores
+from oomph.devices.cpu_rates import ATTENTION_PRODUCTS, LONG_TOKENS, CpuRates, attention_scores
 from oomph.step.ops import Kernel, Op, Phase
 from oomph.units import MIB
 
@@ -20,7 +20,8 @@ EXPONENTIALS = ("gelu", "softmax")  # in the names of pointwise operations that 
 
 
 def cpu_op_seconds(op: Op, rates: CpuRates, flops_per_s: float, kept_bytes: int = KEPT_BYTES) -> float:
-    """Time of one operation. `flops_per_s` is the rate of its matrix products; larger new buffers are new pages."""
+    """Seconds of one operation. `flops_per_s` is the rate of its matrix products; buffers from `kept_bytes` on are
+    made of new pages."""
     made_bytes = sum(buffer.bytes for buffer in op.allocates)
     new_bytes = sum(buffer.bytes for buffer in op.allocates if buffer.bytes >= kept_bytes)
     seconds = rates.dispatch_s + new_bytes * rates.page_s_per_byte
@@ -43,7 +44,7 @@ def stream_gbs(moved_bytes: int, rates: CpuRates) -> float:
 
 
 def attention_s(op: Op, rates: CpuRates, flops_per_s: float) -> float:
-    """Fused causal attention: products over the blocks that hold a score, then an exponential for each score."""
+    """Seconds of fused causal attention: products over blocks of scores, then an exponential for each score."""
     batch, heads, tokens, _ = op.shape
     scores = attention_scores(tokens)
     computed = scores / (tokens * (tokens + 1) / 2)  # the diagonal's blocks are computed whole

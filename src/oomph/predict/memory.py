@@ -1,18 +1,28 @@
-"""How much is allocated at each moment, where the peak is, and who holds it."""
+"""Memory over a step: what is allocated at each moment, the peak and who holds it, and whether the process fits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 
+from oomph.config import TrainConfig
+from oomph.devices import Device
+from oomph.predict.allocator.blocks import BLOCK_BYTES
+from oomph.predict.allocator.replay import reserve
 from oomph.step.ops import Buffer, Kind, Op, Section, Step
+from oomph.units import MIB, mib
 
-CUDA_ROUNDING_BYTES = 512  # kMinBlockSize in PyTorch's c10/core/AllocatorConfig.h
+CUDA_ROUNDING_BYTES = BLOCK_BYTES  # what the caching allocator rounds every size up to
+CONTEXT_SPREAD_MIB = 100.0  # the context's size is known to about this much, from card to card and driver to driver
+ALLOCATED_SPREAD = 0.05  # what a simulated step may miss: kernels chosen, fusions, a library's own workspaces
+ROUNDING = "rounding by the allocator"
 
 
 class Peak(msgspec.Struct, frozen=True):
-    """The fullest moment, and every buffer alive in it, the largest first."""
+    """The moment when most is allocated, and every buffer alive then, the largest first."""
 
     allocated_bytes: int  # each buffer rounded up; the caching allocator may add the tail of a block it does not split
     section: Section
@@ -33,12 +43,12 @@ class Peak(msgspec.Struct, frozen=True):
 
 
 def rounded(size_bytes: int, rounding_bytes: int) -> int:
-    """`size_bytes` as the allocator books it, in multiples of a power of two; nothing for an empty tensor."""
+    """`size_bytes` rounded up to a multiple of `rounding_bytes`, as the allocator counts it."""
     return -(-size_bytes // rounding_bytes) * rounding_bytes
 
 
 def find_peak(steps: Step | Sequence[Step], rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Peak:
-    """The fullest moment of a step, or of several, and who holds it. The first of several equal ones."""
+    """The peak of a step, or of several, and every buffer alive at it. Of equal peaks, the first."""
     each = (steps,) if isinstance(steps, Step) else steps
     moments = [find_moment(step, rounding_bytes) for step in each]
     at = max(range(len(each)), key=lambda index: moments[index][0])
@@ -49,10 +59,10 @@ def find_peak(steps: Step | Sequence[Step], rounding_bytes: int = CUDA_ROUNDING_
 
 
 def find_moment(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> tuple[int, int, int]:
-    """The fullest moment alone: its bytes, and the places of its section and its operation."""
+    """The peak without its buffers: bytes, index of the section, index of the operation in it."""
     live_bytes = sum(rounded(buffer.bytes, rounding_bytes) for buffer in step.resident)
     peak_bytes, peak_at = live_bytes, (0, 0)
-    most, mask = rounding_bytes - 1, -rounding_bytes  # `rounded`, for this is asked of thousands of buffers
+    most, mask = rounding_bytes - 1, -rounding_bytes  # `rounded` inlined, for powers of two: searches call this a lot
     for section_index, section in enumerate(step.sections):
         for op_index, op in enumerate(section.ops):
             if op.allocates:
@@ -80,16 +90,16 @@ def _live_at(step: Step, section_index: int, op_index: int) -> Sequence[Buffer]:
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """What is allocated while each operation runs, by kind of buffer, in bytes before rounding."""
+    """Bytes allocated while each operation runs, by kind of buffer."""
 
     sections: tuple[tuple[str, int], ...]  # (name, index of its first operation)
     ops: tuple[Op, ...]
-    kinds: dict[Kind, tuple[int, ...]]  # only the kinds that occur
+    kinds: dict[Kind, tuple[int, ...]]  # before rounding; only the kinds that occur
     total_bytes: tuple[int, ...]  # after rounding
 
 
 def timeline(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Timeline:
-    """The whole step, operation by operation."""
+    """What is allocated during each operation of the step."""
     now = dict.fromkeys(Kind, 0)
     for buffer in step.resident:
         now[buffer.kind] += buffer.bytes
@@ -113,3 +123,101 @@ def timeline(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Timeline:
                 live_bytes -= rounded(buffer.bytes, rounding_bytes)
     kinds = {kind: tuple(column) for kind, column in columns.items() if any(column)}
     return Timeline(tuple(sections), tuple(ops), kinds, tuple(totals))
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one kind of buffer holds of the memory allocated at the peak."""
+
+    name: str
+    mib: float
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """The memory of one training process."""
+
+    total_mib: float  # what nvidia-smi shows for the process; where it does not fit, what it would show
+    allocated_mib: float  # torch.cuda.max_memory_allocated
+    reserved_mib: float  # torch.cuda.max_memory_reserved
+    context_mib: float  # what the process takes before its first tensor
+    capacity_mib: float | None  # what a process can use on this device, less what is kept free
+    fits: bool | None  # runs without an out-of-memory error, if need be by emptying the allocator's cache
+    headroom_mib: float | None  # capacity less the total; negative: what is missing
+    retries: int  # how often the allocator has to empty its cache; each time costs time
+    peak_at: str
+    breakdown: tuple[Share, ...]  # sums to allocated_mib
+    low_mib: float
+    high_mib: float
+    peak: Peak
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON contract's `memory`."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "peak"}
+        fields["breakdown"] = msgspec.to_builtins(self.breakdown)
+        return fields
+
+
+def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserve_mib: float = 0.0) -> Footprint:
+    """The memory of a process that runs these steps, a run's first ones, one after another."""
+    on_cpu = device.kind == "cpu"
+    peak = _peak(tuple(steps), 1 if on_cpu else CUDA_ROUNDING_BYTES)
+    context_mib = device.context_mib or 0.0
+    capacity_mib = device.usable_mib - reserve_mib if device.usable_mib is not None else None
+    room_mib = None if capacity_mib is None else capacity_mib - context_mib
+    held = _on_cpu(peak, room_mib) if on_cpu else _on_gpu(steps, config, room_mib)
+    total_mib = context_mib + held.reserved_mib
+    return Footprint(
+        total_mib=total_mib,
+        allocated_mib=held.allocated_mib,
+        reserved_mib=held.reserved_mib,
+        context_mib=context_mib,
+        capacity_mib=capacity_mib,
+        fits=held.fits,
+        headroom_mib=None if capacity_mib is None else capacity_mib - total_mib,
+        retries=held.retries,
+        peak_at=peak.at,
+        breakdown=_breakdown(peak, held.allocated_mib),
+        low_mib=held.allocated_mib * (1 - ALLOCATED_SPREAD) + max(0.0, context_mib - CONTEXT_SPREAD_MIB),
+        high_mib=held.reserved_mib * (1 + ALLOCATED_SPREAD) + context_mib + CONTEXT_SPREAD_MIB,
+        peak=peak,
+    )
+
+
+# The same steps have the same peak on every card, and reserve the same where there is room. Steps compare by identity,
+# so a lookup costs next to nothing.
+_peak = lru_cache(maxsize=4)(find_peak)
+_roomy = lru_cache(maxsize=4)(reserve)
+
+
+def _breakdown(peak: Peak, allocated_mib: float) -> tuple[Share, ...]:
+    """Shares of the peak by kind; the last is what the allocator adds to what tensors ask for."""
+    shares = [Share(name, mib(size)) for name, size in peak.by_kind().items()]
+    added_mib = allocated_mib - sum(share.mib for share in shares)
+    return (*shares, Share(ROUNDING, added_mib)) if added_mib > 0 else tuple(shares)
+
+
+class _Held(msgspec.Struct, frozen=True):
+    """What the allocator holds, and whether the device can give it."""
+
+    allocated_mib: float
+    reserved_mib: float
+    fits: bool | None
+    retries: int = 0
+
+
+def _on_cpu(peak: Peak, room_mib: float | None) -> _Held:
+    """The CPU's allocator keeps no cache."""
+    allocated_mib = mib(peak.allocated_bytes)
+    return _Held(allocated_mib, allocated_mib, None if room_mib is None else allocated_mib <= room_mib)
+
+
+def _on_gpu(steps: Sequence[Step], config: TrainConfig, room_mib: float | None) -> _Held:
+    """First with unlimited room; where that is too much, on this card, which empties its cache before failing."""
+    roomy = _roomy(tuple(steps), None, config.expandable_segments)
+    allocated_mib, reserved_mib = mib(roomy.peak_allocated_bytes), mib(roomy.peak_reserved_bytes)
+    if room_mib is None or reserved_mib <= room_mib:
+        return _Held(allocated_mib, reserved_mib, None if room_mib is None else True)
+    if 0 < allocated_mib <= room_mib:
+        tight = reserve(steps, int(room_mib * MIB), config.expandable_segments)
+        if tight.fits:
+            return _Held(mib(tight.peak_allocated_bytes), mib(tight.peak_reserved_bytes), True, tight.retries)
+    return _Held(allocated_mib, reserved_mib, False)

@@ -1,39 +1,70 @@
-"""A report as Markdown, for an issue, a note or a pull request."""
+"""A document as GitHub-flavoured Markdown, with every detail: for an issue, a note or a pull request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from oomph.report import document as doc
 
-from oomph.report.summary import Summary
+MARKS = {"yes": "✅ ", "no": "❌ ", "warning": "⚠️ ", "best": "★ ", "info": ""}
 
 
-def to_markdown(summary: Summary) -> str:
-    """The report as GitHub-flavoured Markdown."""
-    marks = {True: "✅", False: "❌", None: "•"}
-    parts = [
-        f"## {summary.title}",
-        f"{summary.setting}  \n{summary.device}",
-        "\n".join(f"- {marks[verdict.fits]} **{verdict.text}.**" for verdict in summary.verdicts),
-        _memory(summary),
+def to_markdown(document: doc.Document) -> str:
+    """The document as Markdown. Its first part is the heading."""
+    first, *rest = (part for part in document.parts if part.shown != "short")
+    blocks = [_heading(first)]
+    for before, part in zip([first, *rest], rest, strict=False):
+        text = _block(part)
+        if isinstance(before, doc.Verdict) and isinstance(part, doc.Verdict):
+            blocks[-1] += f"\n{text}"
+        elif text:
+            blocks.append(text)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _heading(part: doc.Part) -> str:
+    if isinstance(part, doc.Title):
+        return "\n\n".join(filter(None, (f"## {part.text}", "  \n".join(part.lines))))
+    assert isinstance(part, doc.Verdict)
+    return f"## {MARKS[part.mark]}{part.text}."
+
+
+def _block(part: doc.Part) -> str:
+    """One part below the heading; "" for what only a terminal shows."""
+    match part:
+        case doc.Title():
+            return "  \n".join((part.text, *part.lines))
+        case doc.Verdict():
+            return f"- {MARKS[part.mark] or '• '}**{part.text}.**"
+        case doc.Table():
+            return "\n\n".join(_titled(heading, _table(part, rows)) for heading, rows in part.groups)
+        case doc.Items():
+            return _titled(part.heading, "\n".join(_item(item) for item in part.items))
+        case doc.Facts():
+            return "\n".join(f"- **{heading}**: {sentence}." for heading, sentence in part.facts)
+        case doc.Code():
+            return _titled(part.heading, f"```\n{part.lines}```\n\n{part.text}")
+        case doc.Text():
+            return _titled(part.heading, part.text)
+    return ""
+
+
+def _titled(heading: str, text: str) -> str:
+    return f"### {heading[0].upper()}{heading[1:]}\n\n{text}" if heading else text
+
+
+def _item(item: doc.Item) -> str:
+    text = item.text if item.text.endswith(".") else f"{item.text}."
+    return f"- {MARKS[item.mark]}**{item.title}.** {text}" if item.title else f"- {text}"
+
+
+def _table(table: doc.Table, rows: tuple[doc.Row, ...]) -> str:
+    lines = [
+        [column.heading for column in table.columns],
+        ["---" if column.words else "---:" for column in table.columns],
+        *([_cell(cell, row.look == "strong") for cell in row.cells] for row in rows),
     ]
-    if summary.paces:
-        rows = [(p.case, p.step, p.tokens_per_s, p.run, p.finish) for p in summary.paces]
-        parts.append(table(("time", "a step", "tokens/s", "the run", "done, if started now"), rows))
-    parts.append("\n".join(f"- **{heading}**: {sentence}." for heading, sentence in summary.facts))
-    if summary.notes:
-        parts.append("### To know\n" + "\n".join(f"- {note}" for note in summary.notes))
-    return "\n\n".join(parts) + "\n"
-
-
-def _memory(summary: Summary) -> str:
-    rows = []
-    for component in summary.components:
-        sizes = (dict(bar.parts).get(component) for bar in summary.bars)
-        rows.append((component, *("" if size is None else f"{size:,.1f}" for size in sizes)))
-    rows.append(("**in all**", *(f"**{bar.total_mib:,.1f}**" for bar in summary.bars)))
-    return table(("memory, MiB, at the peak", *(bar.program for bar in summary.bars)), rows)
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(text: str, strong: bool) -> str:
+    escaped = text.replace("|", "\\|").replace("*", "\\*")
+    return f"**{escaped}**" if strong and text else escaped or " "

@@ -8,33 +8,33 @@ from typing import Any
 
 import msgspec
 
-from oomph.fitting import Fit, fit
-from oomph.planner import Plan
-from oomph.runs import about_log, about_memory, about_oom, about_snapshot, about_time, about_training
-from oomph.runs.case import Case, predict
-from oomph.runs.findings import SEVERITIES, Finding
-from oomph.runs.measured import Measured, measure
-from oomph.runs.model import Run
-from oomph.runs.reader import Override, Readable, read
+from oomph.config import Override
+from oomph.fitting.fit import fit
+from oomph.fitting.result import Fit
+from oomph.planning.plan import Plan
+from oomph.runs.figures import Evidence, Measured, measure, predict
+from oomph.runs.findings import SEVERITIES, Finding, log, memory, oom, time, training
+from oomph.runs.reading.reader import Readable, read
+from oomph.runs.run import LoggedRun
 
 TOPICS = ("memory", "model", "card", "time", "loss", "rate", "batch", "data", "log")
-_FINDERS = (about_oom, about_memory, about_snapshot, about_time, about_training, about_log)
+_FINDERS = (oom, memory, time, training, log)
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome. `to_dict` is the JSON contract."""
+    """The result. `to_dict` is the JSON contract."""
 
     measured: Measured
-    plan: Plan | None  # None where the log does not tell enough, or the card is not known
-    findings: tuple[Finding, ...]  # the worst first, then topic by topic
-    fit: Fit | None  # the settings that fit beside what else is on the card
+    plan: Plan | None  # None if the log does not give enough, or the card is unknown
+    findings: tuple[Finding, ...]  # the worst first, then by topic
+    fit: Fit | None  # the settings that fit, given what else is on the card
 
     @property
-    def run(self) -> Run:
+    def run(self) -> LoggedRun:
         return self.measured.run
 
     def finding(self, name: str) -> Finding | None:
-        """The finding of that id."""
+        """The finding with that id, or None."""
         return next((finding for finding in self.findings if finding.id == name), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(
-    source: Run | Readable | Sequence[Readable],
+    source: LoggedRun | Readable | Sequence[Readable],
     gpu: str | None = None,
     *,
     overrides: Sequence[Override] = (),
@@ -67,18 +67,18 @@ def explain(
 ) -> Explanation:
     """What happened in a run.
 
-    `source` is a `Run`, a file or folder, or several that tell of one run together; `gpu` the user's word for the card.
-    `with_fixes` looks for better settings too, which takes a second or two. Raises `InputError`.
+    `source` is a `LoggedRun`, a file or folder, or several that describe one run together; `gpu` names the card.
+    `with_fixes` also searches for better settings, which takes a second or two. Raises `InputError`.
     """
-    run = source if isinstance(source, Run) else read(*_several(source), overrides=overrides)
+    run = source if isinstance(source, LoggedRun) else read(*_several(source), overrides=overrides)
     measured = measure(run, gpu)
     predicted = predict(measured)
-    case = Case(measured, predicted)
-    found = [finding for finder in _FINDERS for finding in finder.findings(case)]
+    evidence = Evidence(measured, predicted)
+    found = [finding for finder in _FINDERS for finding in finder.findings(evidence)]
     found.sort(key=lambda finding: (SEVERITIES.index(finding.severity), TOPICS.index(finding.topic)))
     fixes = None
     if with_fixes and predicted is not None and measured.inference.config is not None:
-        fixes = fit(measured.inference.config, predicted.device, reserve_mib=case.others_mib or 0.0)
+        fixes = fit(measured.inference.config, predicted.device, reserve_mib=evidence.others_mib or 0.0)
     return Explanation(measured=measured, plan=predicted, findings=tuple(found), fit=fixes)
 
 

@@ -1,4 +1,4 @@
-"""Is the training well? Losses that are no numbers, rise, or fall on one side only; steps that slow down."""
+"""Detect a NaN loss, divergence, overfitting and slow-down."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from statistics import median
 
 import msgspec
 
-from oomph.runs.model import STEADY, Run
+from oomph.runs.run import STEADY, LoggedRun
 
-LEAST_STEPS = 20  # below that, a loss's ups and downs tell nothing
-LEAST_RISE = 0.15  # nats: a smaller rise is the luck of a few batches
-RECENT = 20  # the last twentieth of the run is "now"
+LEAST_STEPS = 20  # fewer losses are only noise
+LEAST_RISE = 0.15  # nats; a smaller rise is noise
+RECENT = 20  # "now" is the last twentieth of the run
 MOST_RECENT = 100  # steps, at most
-SLOWER = 1.15  # times the step time it had: the middle 90 % of an undisturbed run lies within 1 %
-CHUNKS = 24  # a run's steps are looked at in so many stretches
+SLOWER = 1.15  # times the earlier step time; the middle 90 % of an undisturbed run is within 1 %
+CHUNKS = 24  # stretches of steps that are compared
 
 
 class Rise(msgspec.Struct, frozen=True):
-    """A loss that went up again."""
+    """A loss that rose again."""
 
     lowest: float
     lowest_step: int
@@ -38,19 +38,18 @@ class Overfit(msgspec.Struct, frozen=True):
     best_val: float
     step: int
     val: float
-    train: float | None
     gap: float | None  # validation less training loss
 
 
 class Slowing(msgspec.Struct, frozen=True):
-    """Steps that take longer than they did."""
+    """Steps that got slower."""
 
     before_ms: float
     now_ms: float
 
 
-def not_finite(run: Run) -> tuple[int, int] | None:
-    """The first step whose loss was no number, and how many there were; None where all are numbers."""
+def not_finite(run: LoggedRun) -> tuple[int, int] | None:
+    """The first step with a NaN or infinite loss, and how many there were; None if there was none."""
     found = [total for total in (run.steps.totals["loss"], run.evals.totals["val_loss"]) if total.non_finite]
     if not found:
         return None
@@ -58,8 +57,8 @@ def not_finite(run: Run) -> tuple[int, int] | None:
     return int(first), sum(total.non_finite for total in found)
 
 
-def diverging(run: Run) -> Rise | None:
-    """A training loss that stands well above where it was, beyond the noise of single batches."""
+def diverging(run: LoggedRun) -> Rise | None:
+    """A training loss above its earlier level by more than the noise of single batches; None if it is not."""
     points = run.steps.curve("loss")
     if len(points) < LEAST_STEPS:
         return None
@@ -70,14 +69,14 @@ def diverging(run: Run) -> Rise | None:
     levels = [median(y for _, y in stretch) for stretch in stretches]
     lowest = min(range(len(levels) - 1), key=lambda index: levels[index])
     now = levels[-1]
-    noise = 1.4826 * median(abs(y - now) for _, y in stretches[-1])  # of single batches, outliers left out
+    noise = 1.4826 * median(abs(y - now) for _, y in stretches[-1])  # of single batches, robust to outliers
     if now - levels[lowest] <= max(LEAST_RISE, 3 * noise):
         return None
     return Rise(levels[lowest], int(stretches[lowest][-1][0]), now, int(points[-1][0]))
 
 
-def overfitting(run: Run, noise: float | None) -> Overfit | None:
-    """A validation loss beyond its lowest by more than noise, the training loss no higher than it was then."""
+def overfitting(run: LoggedRun, noise: float | None) -> Overfit | None:
+    """A validation loss above its lowest by more than noise while the training loss did not rise; None if not."""
     vals = run.evals.curve("val_loss")
     if len(vals) < 3:
         return None
@@ -89,11 +88,11 @@ def overfitting(run: Run, noise: float | None) -> Overfit | None:
     before, train = trains.get(best_step), trains.get(step)
     if train is not None and before is not None and train > before:
         return None  # both rise: that is divergence
-    return Overfit(int(best_step), best, int(step), now, train, None if train is None else now - train)
+    return Overfit(int(best_step), best, int(step), now, None if train is None else now - train)
 
 
-def slowing(run: Run) -> Slowing | None:
-    """The last stretch of steady steps against the fastest before it."""
+def slowing(run: LoggedRun) -> Slowing | None:
+    """The latest steady steps if they are slower than the fastest stretch before them, else None."""
     steps = run.steps
     rows = zip(steps.column("ms"), steps.column("kind"), strict=True)
     times = [ms for ms, kind in rows if kind == STEADY and math.isfinite(ms) and ms > 0]
@@ -102,11 +101,11 @@ def slowing(run: Run) -> Slowing | None:
     size = max(5, len(times) // CHUNKS)
     levels = _levels(times, size)
     before = min(levels[:-2], default=0.0)
-    # Two stretches, so that one pause (a checkpoint, another program's moment) is no slowing.
+    # Two stretches, so that one pause (a checkpoint, another program) does not count.
     now = min(levels[-2:])
     return Slowing(before, now) if before and now > SLOWER * before else None
 
 
 def _levels(values: Sequence[float], size: int) -> list[float]:
-    """Medians of neighbouring stretches, counted from the end."""
+    """Medians of consecutive stretches, aligned to the end."""
     return [median(values[end - size : end]) for end in range(len(values), size - 1, -size)][::-1]

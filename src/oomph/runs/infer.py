@@ -1,4 +1,5 @@
-"""What a log does not say, worked out where its numbers determine it, and said to be so."""
+"""Infer the settings that a log does not state from the numbers that it prints, recording why; and the card, from its
+name or from memory, power limit and speed."""
 
 from __future__ import annotations
 
@@ -8,87 +9,86 @@ from typing import Any
 import msgspec
 
 from oomph.config import LoadedConfig, TrainConfig, as_loaded
-from oomph.config.keys import keys
-from oomph.devices import detect
+from oomph.config.schema import keys
+from oomph.devices import Device, all_devices, detect, find
 from oomph.errors import InputError
-from oomph.runs import shapes
-from oomph.runs.card import Card, identify
-from oomph.runs.model import Printed, Run, Setting
-from oomph.runs.pace import nanogpt_flops_per_step, pace
-from oomph.step import params
+from oomph.runs.model_shape import KnownShape, ModelShape, ShapeMatches, disagreements, solve
+from oomph.runs.pace import nanogpt_flops_per_step, step_pace
+from oomph.runs.run import Gpu, How, KnownSetting, LoggedRun, PrintedCounts
+from oomph.step import parameters as params
 
 _SHAPE = ("n_layer", "n_embd", "vocab_size", "block_size", "bias")
 _BATCH = ("batch_size", "gradient_accumulation_steps", "block_size")
-HEAD_WIDTH = 64  # what GPT-2 and nearly every run since has
-DEFAULT = "nanoGPT's default: nothing that was read sets another"
-_SHOWN = 12  # of the choices that are left open
+HEAD_WIDTH = 64  # as in GPT-2 and most models since
+DEFAULT = "nanoGPT's default; the log sets no other"
+_SHOWN = 12  # ambiguous choices kept
 
 
 class Inference(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's settings, complete where that is possible."""
+    """A run's settings, complete where possible."""
 
-    settings: dict[str, Setting]
-    config: LoadedConfig | None  # None where too much is open
+    settings: dict[str, KnownSetting]
+    config: LoadedConfig | None  # None if too much is unknown
     card: Card
     tokens_per_step: int | None
     flops_per_token: float | None  # nanoGPT's formula
-    ambiguous: list[dict[str, int | bool]]  # each a way to fill in what is open
-    missing: list[str]  # keys that no number determines
-    contradictions: list[str]  # settings that the printed counts refute
+    ambiguous: list[dict[str, int | bool]]  # alternatives for the missing settings
+    missing: list[str]  # keys that could not be inferred
+    contradictions: list[str]  # between settings and printed counts
     notes: list[str]
 
 
-def infer(run: Run, gpu: str | None = None) -> Inference:
-    """The run's config, card and arithmetic. `gpu` is the user's word for the card; raises `InputError` if unknown."""
-    work = _Work(run)
-    work.shape()
-    work.batch()
-    work.heads()
-    work.defaults()
-    config = work.config()
-    tokens = work.tokens_per_step()
-    flops = work.flops_per_token(config, tokens)
-    speed = pace(run)
-    workers = work.whole("world_size") or 1
+def infer(run: LoggedRun, gpu: str | None = None) -> Inference:
+    """The run's config, card and FLOPs. `gpu` is the card that the user gave; raises `InputError` if unknown."""
+    inferrer = _Inferrer(run)
+    inferrer.shape()
+    inferrer.batch()
+    inferrer.heads()
+    inferrer.defaults()
+    config = inferrer.config()
+    tokens = inferrer.tokens_per_step()
+    flops = inferrer.flops_per_token(config, tokens)
+    speed = step_pace(run)
+    workers = inferrer.whole("world_size") or 1
     tflops = flops * tokens / workers / speed.step_ms * 1e-9 if flops and tokens and speed else None
     return Inference(
-        settings=work.settings,
+        settings=inferrer.settings,
         config=config,
-        card=_card(run, work, tflops, gpu),
+        card=_card(run, inferrer, tflops, gpu),
         tokens_per_step=tokens,
         flops_per_token=flops,
-        ambiguous=work.ambiguous,
-        missing=work.missing,
-        contradictions=work.contradictions,
-        notes=work.notes,
+        ambiguous=inferrer.ambiguous,
+        missing=inferrer.missing,
+        contradictions=inferrer.contradictions,
+        notes=inferrer.notes,
     )
 
 
-def _card(run: Run, work: _Work, tflops: float | None, gpu: str | None) -> Card:
-    """The card; for a run on a CPU the one of this machine, which a card that is in it too does not change."""
-    setting = work.settings.get("device")
+def _card(run: LoggedRun, inferrer: _Inferrer, tflops: float | None, gpu: str | None) -> Card:
+    """The card; for a run with device = cpu, this machine's processor."""
+    setting = inferrer.settings.get("device")
     if gpu is None and setting is not None and str(setting.value).startswith("cpu"):
-        return Card(detect("cpu", measure=False), "assumed", "this machine's processor: the log names none")
+        return Card(detect("cpu", measure=False), "assumed", "this machine's processor, as the log names none")
     return identify(run.gpu, tflops, gpu)
 
 
-class _Work:
-    """Settings being filled in, from the firmest to the least firm."""
+class _Inferrer:
+    """Fills in settings, the most certain first."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         self.run = run
         self.settings = dict(run.settings)
         self.ambiguous: list[dict[str, int | bool]] = []
         self.missing: list[str] = []
         self.contradictions: list[str] = []
         self.notes: list[str] = []
-        # nanoGPT echoes only what differs from its defaults, so that its echo tells every key.
-        # So does a config file beside an error message, or a log that lacks its beginning.
+        # nanoGPT echoes what differs from its defaults, so its echo determines every key. So does a config file given
+        # together with an error message or with a log that lacks its start.
         filed = any(source.name.endswith((".py", ".toml")) for source in run.sources)
         self.echoed = (run.program == "nanogpt" and (filed or "config" in run.event_counts)) or (
             filed and run.program is None
         )
-        # No echo at all: a run without any setting, or a log that lacks its beginning. Only its counts can tell.
+        # Without an echo the run has no settings of its own, or the log lacks its start: only the counts can tell.
         self.headed = self.echoed or (run.program == "nanogpt" and run.printed.tokens_per_step is not None)
 
     def whole(self, key: str) -> int | None:
@@ -96,93 +96,95 @@ class _Work:
         return setting.value if setting is not None and type(setting.value) is int else None
 
     def put(self, key: str, value: Any, how: Any, where: str) -> None:
-        self.settings[key] = Setting(value, how, where)
+        self.settings[key] = KnownSetting(value, how, where)
 
     # --- the model's shape ------------------------------------------------------------------------
 
     def shape(self) -> None:
         printed = self.run.printed
         if self.run.program == "nanochat":
-            self.notes.append("nanochat's model is not nanoGPT's: its head is untied and it has no position embeddings")
+            self.notes.append(
+                "nanochat's model differs from nanoGPT's: its head is untied and it has no position embeddings"
+            )
             return
-        said = {key: self.settings[key].value for key in _SHAPE if key in self.settings}
+        stated = {key: self.settings[key].value for key in _SHAPE if key in self.settings}
         if printed.params is None and printed.decay_params is None:
             if self.echoed and "resume" not in self.run.event_counts:
                 self._put_defaults(_SHAPE)
             return
-        if self.headed and self._defaults_agree(said, printed):
+        if self.headed and self._defaults_agree(stated, printed):
             return
-        found = shapes.solve(printed, self._known(said))
+        found = solve(printed, self._known(stated))
         if not found.shapes:
-            found = self._overruling(said, printed)
-            if not self._counts_are_firmer(found):
-                self._against_the_counts(printed)
+            found = self._overruling(stated, printed)
+            if not self._counts_win(found):
+                self._config_wins(printed)
                 return
-            self._contradicted(found, said)
-        self._settle(found, said)
+            self._contradicted(found, stated)
+        self._settle(found, stated)
 
-    def _defaults_agree(self, said: dict[str, Any], printed: Printed) -> bool:
-        """Do nanoGPT's defaults, with what was read, print these counts? Then nothing needs working out."""
-        filled = {key: keys()[key].default for key in _SHAPE} | said
-        if shapes.solve(printed, self._known(filled)).shapes:
+    def _defaults_agree(self, stated: dict[str, Any], printed: PrintedCounts) -> bool:
+        """Fill in nanoGPT's defaults if they give the printed counts; False if they do not."""
+        filled = {key: keys()[key].default for key in _SHAPE} | stated
+        if solve(printed, self._known(filled)).shapes:
             for key in _SHAPE:
-                if key not in said:
-                    self.put(key, filled[key], "default", "nanoGPT's default, and the printed counts agree")
+                if key not in stated:
+                    self.put(key, filled[key], "default", "nanoGPT's default; the printed counts agree")
             return True
         return False
 
-    def _known(self, said: dict[str, Any]) -> shapes.Known:
+    def _known(self, stated: dict[str, Any]) -> KnownShape:
         flops, tokens = nanogpt_flops_per_step(self.run), self.run.printed.tokens_per_step
         workers = self.whole("world_size") or 1
         implied = flops * workers / tokens if flops and tokens else None
-        return shapes.Known(said, implied)
+        return KnownShape(stated, implied)
 
-    def _overruling(self, said: dict[str, Any], printed: Printed) -> shapes.Solution:
-        """What was read does not print these counts: a resumed run has its checkpoint's shape. Counts are firmer."""
-        found = shapes.solve(printed, self._known({}))
-        if not found.shapes:  # the printed MFU may be of several workers that nobody mentions
-            found = shapes.solve(printed, shapes.Known(said))
+    def _overruling(self, stated: dict[str, Any], printed: PrintedCounts) -> ShapeMatches:
+        """The shapes by the counts alone: a resumed run has its checkpoint's shape, whatever its config says."""
+        found = solve(printed, self._known({}))
+        if not found.shapes:  # the printed MFU may be of several workers, unknown here
+            found = solve(printed, KnownShape(stated))
         return found
 
-    def _counts_are_firmer(self, found: shapes.Solution) -> bool:
-        """Exact counts that leave one shape are; of a run that was resumed all are, for its config is not its own."""
+    def _counts_win(self, found: ShapeMatches) -> bool:
+        """Whether the counts win over the config: exact counts with one shape do, and any counts of a resumed run."""
         if not found.shapes:
             return False
         exact = self.run.printed.decay_params is not None and len(found.shapes) == 1
         return exact or not self.echoed or "resume" in self.run.event_counts
 
-    def _against_the_counts(self, printed: Printed) -> None:
-        """No model has these counts, or none likelier than the config's: go by the config, and say so."""
+    def _config_wins(self, printed: PrintedCounts) -> None:
+        """Use the config although its counts differ, and record how."""
         if self.echoed:
             self._put_defaults(_SHAPE)
         filled = {key: self.settings[key].value for key in _SHAPE if key in self.settings}
         if all(filled.get(key) is not None for key in _SHAPE):
-            told = shapes.disagreements(msgspec.convert(filled, shapes.Shape), printed)
-            self.contradictions += [f"the config gives {ours}, the log prints {theirs}" for ours, theirs in told]
+            differences = disagreements(msgspec.convert(filled, ModelShape), printed)
+            self.contradictions += [f"the config gives {ours}, the log prints {theirs}" for ours, theirs in differences]
         else:
-            self.contradictions.append(f"no model of nanoGPT's has {_evidence(printed)}")
+            self.contradictions.append(f"no nanoGPT model has {_evidence(printed)}")
 
-    def _contradicted(self, found: shapes.Solution, said: dict[str, Any]) -> None:
-        for key, value in said.items():
+    def _contradicted(self, found: ShapeMatches, stated: dict[str, Any]) -> None:
+        for key, value in stated.items():
             values = {getattr(shape, key) for shape in found.shapes}
             if value not in values and len(values) == 1:
                 setting, counted = self.settings[key], f"the printed counts are those of {values.pop()}"
-                given = f"{key} = {value} is taken as given ({setting.where}), though {counted}"
-                said_so = f"{setting.where} says {key} = {value}, but {counted}"
-                self.contradictions.append(given if setting.how == "given" else said_so)
+                given = f"{key} = {value} is used as given ({setting.where}), although {counted}"
+                read_so = f"{setting.where} says {key} = {value}, but {counted}"
+                self.contradictions.append(given if setting.how == "given" else read_so)
 
-    def _settle(self, found: shapes.Solution, said: dict[str, Any]) -> None:
+    def _settle(self, found: ShapeMatches, stated: dict[str, Any]) -> None:
         evidence = _evidence(self.run.printed)
-        why = f"the only usual shape with {evidence}" if found.odder else f"the only shape with {evidence}"
+        why = f"the only usual shape with {evidence}" if found.unusual else f"the only shape with {evidence}"
         for key in _SHAPE:
             values = {getattr(shape, key) for shape in found.shapes}
             given = key in self.settings and self.settings[key].how == "given"
-            if len(values) == 1 and said.get(key) not in values and not given:
+            if len(values) == 1 and stated.get(key) not in values and not given:
                 self.put(key, values.pop(), "inferred", why)
         if len(found.shapes) > 1:
             self.ambiguous = [msgspec.to_builtins(shape) for shape in found.shapes[:_SHOWN]]
             many = len(found.shapes)
-            self.notes.append(f"the printed counts fit {many} usual shapes; give block_size or vocab_size to decide")
+            self.notes.append(f"the printed counts fit {many} usual shapes; give block_size or vocab_size to choose")
 
     # --- the batch --------------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class _Work:
         return None
 
     def batch(self) -> None:
-        """batch × accumulation × block = tokens a step: two of them give the third."""
+        """batch × accumulation × block = tokens per step: two of them give the third."""
         tokens = self.run.printed.tokens_per_step
         if tokens is None:
             if self.echoed:
@@ -213,12 +215,12 @@ class _Work:
         missing = [key for key in _BATCH if key not in known]
         if tokens % product:
             workers = self.whole("world_size") or 1
-            self.contradictions.append(f"{tokens:,} tokens a step are no multiple of {known} (workers: {workers})")
+            self.contradictions.append(f"{tokens:,} tokens per step are not a multiple of {known} (workers: {workers})")
         elif not missing and tokens != product:
             given = " × ".join(f"{key} {value:,}" for key, value in known.items())
-            self.contradictions.append(f"{given} = {product:,} tokens a step, but the log prints {tokens:,}")
+            self.contradictions.append(f"{given} = {product:,} tokens per step, but the log prints {tokens:,}")
         elif len(missing) == 1:
-            self.put(missing[0], tokens // product, "inferred", f"{tokens:,} tokens a step leave only this")
+            self.put(missing[0], tokens // product, "inferred", f"follows from {tokens:,} tokens per step")
         elif missing and self.headed and "block_size" in known:
             self._batch_by_default(tokens, product, missing)
 
@@ -228,7 +230,7 @@ class _Work:
             filled *= int(keys()[key].default or 1)
         if product * filled == tokens:
             for key in missing:
-                self.put(key, keys()[key].default, "default", "nanoGPT's default, and tokens a step agree")
+                self.put(key, keys()[key].default, "default", "nanoGPT's default; the tokens per step agree")
         elif not self.ambiguous:
             rest = tokens // product
             pairs = [(rest // steps, steps) for steps in range(1, rest + 1) if rest % steps == 0] if rest < 1e6 else []
@@ -236,7 +238,7 @@ class _Work:
                 {"batch_size": size, "gradient_accumulation_steps": steps} for size, steps in pairs[:_SHOWN]
             ]
 
-    # --- what no count tells ----------------------------------------------------------------------
+    # --- what no count shows ----------------------------------------------------------------------
 
     def heads(self) -> None:
         width = self.whole("n_embd")
@@ -251,10 +253,10 @@ class _Work:
             self.put("n_head", default, "default", DEFAULT)
             return
         heads = width // HEAD_WIDTH if width % HEAD_WIDTH == 0 else 1
-        self.put("n_head", heads, "assumed", f"heads of {HEAD_WIDTH}, as usual: no printed count depends on it")
+        self.put("n_head", heads, "assumed", f"heads of {HEAD_WIDTH}, as usual; no printed count depends on it")
 
     def defaults(self) -> None:
-        """Keys that nanoGPT would have echoed had they been set."""
+        """Keys that nanoGPT would have echoed if they had been set."""
         if self.echoed:
             worked_out = (*_SHAPE, *_BATCH, "n_head")
             self._put_defaults(
@@ -270,7 +272,7 @@ class _Work:
         needed = (*_SHAPE, *_BATCH, "n_head")
         self.missing = [key for key in dict.fromkeys(needed) if key not in self.settings]
         if self.run.program == "oomph" and any(s.how == "given" for s in self.settings.values()):
-            self.missing = []  # its config.toml names what differs from the defaults
+            self.missing = []  # its config.toml has what differs from the defaults
         if self.missing:
             return None
         values = {key: setting.value for key, setting in self.settings.items()}
@@ -294,10 +296,91 @@ class _Work:
         return flops / tokens * (self.whole("world_size") or 1) if flops and tokens else None
 
 
-def _evidence(printed: Printed) -> str:
+def _evidence(printed: PrintedCounts) -> str:
     parts = []
     if printed.params is not None:
         parts.append(f"{printed.params / 1e6:.2f} M parameters")
     if printed.decay_params is not None and printed.decay_tensors is not None:
         parts.append(f"{printed.decay_params:,} decayed in {printed.decay_tensors} tensors")
     return ", ".join(parts)
+
+
+SAME_MIB = 8  # drivers differ by so much
+OLD_DRIVER = 0.025  # of the memory, which drivers before 510 do not show
+TORCH_TOTAL = 0.02  # of the usable memory: drivers leave 12002, 11902 or 11837 MiB of the same RTX 4070
+
+
+class Card(msgspec.Struct, frozen=True):
+    """The card, or the cards it may be."""
+
+    device: Device | None
+    how: How | None
+    where: str  # the reasoning
+    candidates: tuple[str, ...] = ()
+    doubt: str | None = None  # what in the log contradicts the given card
+
+
+def identify(gpu: Gpu | None, tflops: float | None = None, given: str | None = None) -> Card:
+    """The card. `tflops`: what the run achieves, which no card exceeds; `given`: the name that the user gave."""
+    total = round(gpu.total_mib) if gpu is not None and gpu.total_mib else None
+    if given is not None:
+        device = find(given, total)
+        return Card(device, "given", f"--gpu {given}", doubt=_doubt(device, gpu))
+    if gpu is None:
+        return Card(None, None, "nothing names the card")
+    if gpu.name is not None:
+        try:
+            return Card(find(gpu.name, total), "read", f"named {gpu.name}")
+        except InputError:
+            pass  # a truncated name, or a card not in the catalogue: try its memory
+    fitting, reason = _by_memory(gpu)
+    if gpu.name is not None:
+        words = gpu.name.lower().removeprefix("nvidia ").rstrip(". ")
+        fitting = [device for device in fitting if words in device.name.lower()] or fitting
+    if gpu.limit_watts is not None and (limited := [d for d in fitting if d.watts == gpu.limit_watts]):
+        fitting, reason = limited, f"{reason} and a power limit of {gpu.limit_watts:.0f} W"
+    if tflops is not None and (able := [d for d in fitting if (d.tflops_fp16 or 0.0) >= 0.97 * tflops]):
+        fitting = able
+    if len(fitting) == 1:
+        return Card(fitting[0], "inferred", f"the only card with {reason}")
+    names = tuple(device.name for device in fitting)
+    return Card(None, None, f"several cards have {reason}" if names else f"no known card has {reason}", names)
+
+
+def _doubt(device: Device, gpu: Gpu | None) -> str | None:
+    """Why the given card cannot be the one in the log; None if it can."""
+    if gpu is None or device.kind != "cuda":
+        return None
+    if gpu.name is not None:
+        try:
+            named = find(gpu.name, round(gpu.total_mib) if gpu.total_mib else None)
+        except InputError:
+            named = device
+        if named.name != device.name:
+            return f"the log names a {named.name}"
+    if gpu.torch_total_mib is not None and not _shows(device, gpu.torch_total_mib):
+        fitting, _ = _by_memory(gpu)
+        others = f", as a card of {round(fitting[0].memory_mib / 1024)} GB has" if fitting else ""
+        return (
+            f"the out-of-memory message says {gpu.torch_total_mib / 1024:.2f} GiB in total{others}; a {device.name} "
+            f"has {device.usable_mib / 1024:.2f} for torch"
+        )
+    return None
+
+
+def _shows(device: Device, torch_mib: float) -> bool:
+    """Whether torch may print this total on the card: from about the usable memory to the whole memory."""
+    return device.usable_mib * (1 - TORCH_TOTAL) <= torch_mib <= device.memory_mib + SAME_MIB
+
+
+def _by_memory(gpu: Gpu) -> tuple[list[Device], str]:
+    cards = [device for device in all_devices() if device.kind == "cuda"]
+    if gpu.total_mib is not None:
+        less = {device.name: device.memory_mib - gpu.total_mib for device in cards}
+        fitting = [device for device in cards if abs(less[device.name]) <= SAME_MIB]
+        old = [device for device in cards if 0 <= less[device.name] <= OLD_DRIVER * device.memory_mib]
+        return fitting or old, f"{gpu.total_mib:.0f} MiB"
+    if gpu.torch_total_mib is not None:
+        total = gpu.torch_total_mib
+        return [device for device in cards if _shows(device, total)], f"about {total / 1024:.2f} GiB for torch"
+    return [], "an unknown memory"

@@ -1,4 +1,4 @@
-"""How fast a run goes: its steady step time, with warm-up and evaluations told apart from steps."""
+"""How fast a run goes: the time of its steady steps, without warm-up and evaluations."""
 
 from __future__ import annotations
 
@@ -8,42 +8,38 @@ from statistics import median
 
 import msgspec
 
-from oomph.runs.model import EVALUATING, STEADY, Run
+from oomph.predict.run_time import NANOGPT_PEAK_FLOPS
+from oomph.runs.run import EVALUATING, STEADY, LoggedRun
 
-NANOGPT_PEAK_FLOPS = 312e12  # nanoGPT divides by an A100's bfloat16 peak, whatever the card
-STALLED = 1.5  # a step this many times slower than the median has waited for something
-LEAST_MFU = 0.5  # percent: of less, two decimals tell too little
-WARM_UP_STEPS = 5  # at most, where the log does not mark them
+STALLED = 1.5  # a step that takes this many times the median waited for something
+LEAST_MFU = 0.5  # percent; below, the two printed decimals are too coarse
+WARM_UP_STEPS = 5  # at most, if the log does not mark them
 
 
-class Pace(msgspec.Struct, frozen=True):
+class StepPace(msgspec.Struct, frozen=True):
     """The speed of the steady steps."""
 
     step_ms: float  # median
     low_ms: float  # of the middle 90 %
     high_ms: float
-    steps: int  # steady steps it rests on (a sample of a long log)
+    steps: int  # steady steps measured (a sample of a long log)
     stalled: float  # share of them slower than 1.5 times the median
-    first_ms: float | None  # the first step of all: compilation is in it
+    first_ms: float | None  # the very first step, which includes compilation
     warm_up_steps: int
     evaluation_ms: float | None  # what an evaluation adds to its step
     mfu_percent: float | None  # as printed, median over steady steps
 
 
-def pace(run: Run) -> Pace | None:
-    """The run's pace; None where no step was timed."""
+def step_pace(run: LoggedRun) -> StepPace | None:
+    """The run's pace; None if no step was timed."""
     steps = run.steps
-    rows = list(
-        zip(steps.column("step"), steps.column("ms"), steps.column("kind"), steps.column("mfu_percent"), strict=True)
-    )
-    timed = [row for row in rows if math.isfinite(row[1]) and row[1] > 0]
-    steady = [row for row in timed if row[2] == STEADY]
-    if not steady:
-        steady = timed[1:] or timed
+    columns = [steps.column(name) for name in ("step", "ms", "kind", "mfu_percent")]
+    timed = [row for row in zip(*columns, strict=True) if math.isfinite(row[1]) and row[1] > 0]
+    steady = [row for row in timed if row[2] == STEADY] or timed[1:] or timed
     if not steady:
         return None
     warm = 0
-    if len(steady) > 2 * WARM_UP_STEPS:  # not every program marks its warm-up: leave out a slow beginning
+    if len(steady) > 2 * WARM_UP_STEPS:  # not every program marks its warm-up: leave out a slow start
         middle = median(row[1] for row in steady)
         while warm < WARM_UP_STEPS and steady[warm][1] > STALLED * middle:
             warm += 1
@@ -52,7 +48,7 @@ def pace(run: Run) -> Pace | None:
     middle = median(times)
     mfus = [row[3] for row in steady if math.isfinite(row[3]) and row[3] > 0]
     extra = [row[1] - middle for row in timed[1:] if row[2] == EVALUATING]
-    return Pace(
+    return StepPace(
         step_ms=middle,
         low_ms=_quantile(times, 0.05),
         high_ms=_quantile(times, 0.95),
@@ -65,19 +61,19 @@ def pace(run: Run) -> Pace | None:
     )
 
 
-def nanogpt_flops_per_step(run: Run) -> float | None:
-    """FLOPs a step and device that nanoGPT's printed MFU and time imply; None for other programs."""
+def nanogpt_flops_per_step(run: LoggedRun) -> float | None:
+    """FLOPs per step and device implied by the MFU and step time that nanoGPT prints; None for other programs."""
     if run.program != "nanogpt":
         return None
     steps = run.steps
     rows = zip(steps.column("ms"), steps.column("mfu_percent"), steps.column("kind"), strict=True)
     steady = sorted(ms * mfu for ms, mfu, kind in rows if kind == STEADY and ms > 0 and mfu >= LEAST_MFU)
-    # The printed MFU is a running mean that each evaluation lowers for some twenty steps: its upper part is right.
+    # The printed MFU is a running mean that each evaluation lowers for about twenty steps: use its upper part.
     return _quantile(steady, 0.75) * 1e-5 * NANOGPT_PEAK_FLOPS if steady else None  # ms and %: 1e-3 and 1e-2
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """By linear interpolation between the two nearest."""
+    """A quantile by linear interpolation."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

@@ -1,6 +1,6 @@
 """What the programs that inductor generates for a nanoGPT-shaped model write to memory, and what they save.
 
-Found by running inductor itself (`compiled.py`), and held against it in the tests. What it writes to memory:
+Found by running inductor itself (`trace.compiled`), and held against it in the tests. What it writes to memory:
 
 - a layer norm and everything pointwise before it is one kernel. It writes the normalised input (float32) and the
   norm's output in the compute dtype: both are saved, the one for the norm's backward, the other for the weight's;
@@ -19,8 +19,8 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step.compiled_reuse import Generated
-from oomph.step.gpt_eager_kernels import cpu_flash_backward_bytes, efficient_backward_bytes, flash_backward_bytes
-from oomph.step.gpt_eager_run import attends_by_hand
+from oomph.step.kernels import cpu_flash_backward_bytes, efficient_backward_bytes, flash_backward_bytes
+from oomph.step.models.gpt2 import attends_by_hand
 from oomph.step.ops import Buffer, Kind
 
 READS_BEFORE_WRITING = 4  # torch._inductor.config.realize_reads_threshold

@@ -7,14 +7,12 @@ a weight's gradient is a half buffer first, whose memory the next weight of that
 
 from __future__ import annotations
 
+from oomph.step.compile.model import DONATED_FROM, ONE_HOT_BEFORE
 from oomph.step.compiled_gpt import Checkpoint, Plain, Recomputed, Saved, SavedBlock, Sizes
 from oomph.step.compiled_gpt_again import Again
 from oomph.step.compiled_gpt_chunks import chunked_backward
 from oomph.step.compiled_reuse import Generated
 from oomph.step.ops import Buffer, Kernel, Kind
-
-ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: before, the loss's backward writes the targets out as a float32 matrix
-DONATED_FROM = (2, 6)  # pytorch#139669: since then what forward saved may be overwritten in place
 
 
 class Backward(Again):

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from oomph.step.compiled_gpt import Sizes
 from oomph.step.compiled_reuse import Generated
-from oomph.step.gpt_eager_loss import chunks
 from oomph.step.ops import Buffer, Kernel, Kind
+from oomph.step.tensor.loss import chunks
 
 GROUP = 8  # words, as in training.loss
 

@@ -6,7 +6,7 @@ from oomph.step.compiled_gpt import Checkpoint, Plain, Saved, SavedBlock, SavedN
 from oomph.step.compiled_gpt_chunks import chunked_loss
 from oomph.step.compiled_gpt_plain import attend_plainly, output_of
 from oomph.step.compiled_reuse import Generated
-from oomph.step.gpt_eager_kernels import FLASH_STATE_BYTES, cpu_flash_bytes, efficient_lse_bytes, flash_lse_bytes
+from oomph.step.kernels import FLASH_STATE_BYTES, cpu_flash_bytes, efficient_lse_bytes, flash_lse_bytes
 from oomph.step.ops import Buffer, Kernel, Kind
 
 EFFICIENT_STATE_BYTES = (8, 8)  # the memory-efficient kernel's seed and offset

@@ -8,15 +8,14 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from oomph.config.schema import TrainConfig
+from oomph.step.compile.loop import Loop, Programs
 from oomph.step.compiled_gpt import Sizes
 from oomph.step.compiled_gpt_backward import Backward
 from oomph.step.compiled_gpt_forward import Forward
-from oomph.step.compiled_loop import Loop, Programs
 from oomph.step.compiled_reuse import Generated
-from oomph.step.gpt_eager_optimizer import Optimizer
-from oomph.step.gpt_eager_run import Run
-from oomph.step.gpt_eager_run import Sizes as EagerSizes
 from oomph.step.ops import Buffer, Kind, Op, Phase, Step
+from oomph.step.optimizer import Optimizer
+from oomph.step.parameters import parameters
 
 
 def build(
@@ -34,17 +33,17 @@ def build(
     core.
     """
     threads = threads or os.cpu_count() or 1
-    optimizer = Optimizer(config, Run(EagerSizes(config, cuda, threads=1)))  # no optimizer's memory depends on threads
+    optimizer = Optimizer(config, cuda, parameters(config))
     sizes = Sizes(config, cuda)
-    parameters = [Buffer(p.name, p.numel * sizes.weight, Kind.PARAMETERS, p.block) for p in optimizer.everything]
+    weights = [Buffer(p.name, p.numel * sizes.weight, Kind.PARAMETERS, p.block) for p in optimizer.everything]
     if sizes.by_hand:
         triangle_bytes = config.block_size**2 * sizes.weight
         names = [(f"transformer.h.{index}.attn.bias", index) for index in range(config.n_layer)]
-        parameters += [Buffer(name, triangle_bytes, Kind.ATTENTION, index) for name, index in names]
+        weights += [Buffer(name, triangle_bytes, Kind.ATTENTION, index) for name, index in names]
     micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
     pattern = programs(replace(config, gradient_accumulation_steps=1, world_size=1), cuda, threads, evaluates)
     loop = Loop(pattern, micro_steps, 2 * config.eval_iters)
-    return loop.step(optimizer, parameters, first, workspace_bytes)
+    return loop.step(optimizer, weights, first, workspace_bytes)
 
 
 @lru_cache(maxsize=16)  # a plan asks twice, for the first step and a later one; a search, for many accumulations

@@ -77,6 +77,7 @@ class Op(msgspec.Struct, frozen=True, eq=False, gc=False):
     flops: int = 0  # multiply and add count as two
     bytes_moved: int = 0  # read from and written to device memory
     times: int = 1  # how often the group it stands in runs
+    block: int | None = None  # the transformer block it belongs to, where the source of the list knows
 
 
 class Section(msgspec.Struct, frozen=True, eq=False):

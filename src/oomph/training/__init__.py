@@ -1,7 +1,8 @@
-"""`oomph train` and `oomph sample`: a plan carried out. Everything here needs torch (`pip install 'oomph[train]'`).
+"""`oomph train` and `oomph sample`. Everything here needs torch (`pip install 'oomph[train]'`).
 
     import oomph
     result = oomph.train("config/run.toml", resume=True)
 
-Read it in this order: `model`, `loss`, `optimizer`, `trainer` (one step), `loop` (the run around the steps), `run`.
+Read it in this order: `model`, `loss`, `optimizer`, `trainer` (one step), `loop` (the steps), `run` (the whole).
+What happens on `--resume` is described at the top of `start`.
 """

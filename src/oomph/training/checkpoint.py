@@ -1,8 +1,7 @@
-"""Checkpoints: nanoGPT's dict in torch's zip format, with all that exact resumption needs, and a checksum.
+"""Checkpoint files: nanoGPT's dict in torch's zip format, plus what exact resuming needs, and a checksum.
 
-The file stays one that nanoGPT and `torch.load` read: the SHA-256 of everything before it stands in the archive's
-comment, the place that zip has for such things. It is written under another name, flushed to the disk and renamed,
-so that whatever stands under a checkpoint's name is whole.
+nanoGPT and `torch.load` can read the file: the SHA-256 of everything before it is in the archive's comment. It is
+written under another name, flushed to disk and renamed, so a file with a checkpoint's name is always complete.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import hashlib
 import os
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,21 +19,21 @@ from typing import IO, Any, cast
 import torch
 
 from oomph.errors import InputError, Problem
-from oomph.training.failure import TrainingError
-from oomph.training.sound import problems_in
+from oomph.files import sync_folder
+from oomph.training.errors import TrainingError
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
-NANOGPT = "ckpt.pt"  # what nanoGPT calls its only one
+NANOGPT = "ckpt.pt"  # nanoGPT's only checkpoint
 _NAME = re.compile(r"step_(\d{8,})\.pt")
 _MARK = b"oomph sha256:"
 _COMMENT_BYTES = len(_MARK) + 64
-_LENGTH = _COMMENT_BYTES.to_bytes(2, "little")  # a zip's last field: how long its comment is
+_LENGTH = _COMMENT_BYTES.to_bytes(2, "little")  # a zip's last field: the length of its comment
 _BLOCK_BYTES = 2**22
 
 
 class _Hashed:
-    """A file that sums up what is written to it, all but the last two bytes: those become the comment's length."""
+    """A file that hashes what is written to it, except the last two bytes, which become the comment's length."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -58,43 +57,34 @@ class _Hashed:
         self._file.flush()
 
     def finish(self) -> None:
-        """Put the checksum into the archive's comment."""
+        """Write the checksum into the archive's comment."""
         self._file.seek(-2, os.SEEK_END)
         self._file.write(_LENGTH + _MARK + self._sum.hexdigest().encode())
 
 
 def save(content: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint whole or not at all. Raises `TrainingError`; what stood there before still does."""
+    """Write a checkpoint, all or nothing. Raises `TrainingError` and leaves an older file as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w+b") as file:
             hashed = _Hashed(file)
-            torch.save(dict(content), cast(IO[bytes], hashed))  # all it needs of a file is `write`
+            torch.save(dict(content), cast(IO[bytes], hashed))  # torch.save only needs `write`
             hashed.finish()
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
-    except (OSError, RuntimeError, MemoryError) as error:  # torch wraps a failing write into a RuntimeError
+        sync_folder(path.parent)
+    except (OSError, RuntimeError, MemoryError) as error:  # torch turns a failed write into a RuntimeError
         raise TrainingError(_why_not_written(path, error)) from None
     finally:
         _remove(temporary)
 
 
 def _remove(path: Path) -> None:
-    """Delete where that can be done: what stays costs room, and no run."""
+    """Delete if possible: a leftover file only costs disk space."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name last through a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _why_not_written(path: Path, error: Exception) -> str:
@@ -102,15 +92,15 @@ def _why_not_written(path: Path, error: Exception) -> str:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, OSError):
-        cure = "Free some room" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
+        cure = "Free some disk space" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else "Fix that"
         return f"{path}: cannot be written: {cause.strerror}. {cure}, then go on with --resume."
     if isinstance(error, MemoryError):
-        return f"{path}: cannot be written: no memory is left for it."
+        return f"{path}: cannot be written: out of memory."
     return f"{path}: cannot be written: {str(error).splitlines()[0][:200]}"
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """A checkpoint of ours or of nanoGPT's, checked, with nothing in it run. Raises `InputError` with the reason."""
+    """A checkpoint of oomph or nanoGPT, verified. No code in it is executed. Raises `InputError` if it is invalid."""
     verify(path)
     try:
         content = torch.load(path, map_location=device, weights_only=True)
@@ -119,12 +109,12 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         raise InputError(
             Problem(
                 str(path),
-                "refused, and nothing in it was run: it holds more than tensors and plain values",
+                "refused without executing it: it holds more than tensors and plain values",
                 found=reason,
-                allowed="a checkpoint of oomph train or of nanoGPT",
+                allowed="a checkpoint of oomph train or nanoGPT",
             )
         ) from None
-    except Exception as error:  # torch raises a dozen kinds where an archive is damaged
+    except Exception as error:  # torch raises many classes for a damaged archive
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise InputError(Problem(str(path), "cannot be read as a checkpoint", found=reason)) from None
     problems = problems_in(content, str(path))
@@ -135,7 +125,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Refuse a checkpoint of ours that is not, byte by byte, what was written."""
+    """Refuse one of our checkpoints if any byte has changed since it was written."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -143,27 +133,25 @@ def verify(path: Path) -> None:
             end = file.read()
             if end[:2] != _LENGTH or not end[2:].startswith(_MARK):
                 file.seek(0)
-                _refuse_unmarked(path, file.read(4))
+                _refuse_without_checksum(path, file.read(4))
                 return
             summed = _sum(file, size - len(end))
     except OSError as error:
         raise InputError(Problem(str(path), "cannot be read", found=error.strerror)) from None
     if summed != end[2 + len(_MARK) :].decode(errors="replace"):
-        raise InputError(
-            Problem(str(path), "damaged: its checksum is wrong", allowed="an older checkpoint: name it with --resume")
-        )
+        raise InputError(Problem(str(path), "damaged: wrong checksum", allowed="--resume with an older checkpoint"))
 
 
-def _refuse_unmarked(path: Path, head: bytes) -> None:
-    """Without a checksum it is nanoGPT's, unless its name says that it is ours."""
+def _refuse_without_checksum(path: Path, head: bytes) -> None:
+    """A file without a checksum is nanoGPT's, unless its name is one of ours."""
     if head != b"PK\x03\x04":
         raise InputError(Problem(str(path), "not a checkpoint in torch's zip format", found=f"it begins with {head!r}"))
     if _NAME.fullmatch(path.name) or path.name == BEST:
         raise InputError(
             Problem(
                 str(path),
-                "cut short: the checksum at its end is missing",
-                allowed="an older checkpoint: name it with --resume",
+                "truncated: the checksum at its end is missing",
+                allowed="--resume with an older checkpoint",
             )
         )
 
@@ -178,12 +166,12 @@ def _sum(file: IO[bytes], size: int) -> str:
 
 
 def path_of(run: Path, step: int) -> Path:
-    """Where the checkpoint after that many steps stands."""
+    """The path of the checkpoint after `step` steps."""
     return run / FOLDER / f"step_{step:08d}.pt"
 
 
 def saved(run: Path) -> list[Path]:
-    """A run's checkpoints, oldest first; nanoGPT's only one where there are none of ours."""
+    """A run's checkpoints, oldest first; nanoGPT's ckpt.pt if there are none of ours."""
     try:
         found = [path for path in (run / FOLDER).iterdir() if _NAME.fullmatch(path.name)]
     except OSError:
@@ -194,36 +182,36 @@ def saved(run: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The number of steps in a checkpoint's name; -1 where it has none."""
+    """The step in a checkpoint's name; -1 if it has none."""
     named = _NAME.fullmatch(path.name)
     return int(named[1]) if named else -1
 
 
 def run_of(path: Path) -> Path:
-    """The folder of the run that a checkpoint, or the folder itself, belongs to."""
+    """The run's folder of a checkpoint, or the folder itself."""
     if path.is_dir():
         return path
     return path.parent.parent if path.parent.name == FOLDER else path.parent
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Delete checkpoints; nanoGPT's only one is never touched."""
+    """Delete checkpoints, but never nanoGPT's ckpt.pt."""
     for path in paths:
         if path.name != NANOGPT:
             _remove(path)
 
 
 def keep_last(run: Path, count: int) -> None:
-    """Delete all but the newest, and what a killed process left unfinished."""
+    """Delete all but the newest `count`, and unfinished files of killed processes."""
     remove(saved(run)[:-count])
     for path in (*(run / FOLDER).glob(".step_*.part"), *run.glob(f".{BEST}.*")):
         _remove(path)
 
 
 def mark_best(run: Path, path: Path) -> None:
-    """Let best.pt be this checkpoint: a second name for the same bytes, so that it costs no room while both stand.
+    """Make best.pt this checkpoint: a hard link if possible, so that it costs no disk space.
 
-    Raises `TrainingError`; what was the best before still is.
+    Raises `TrainingError` and leaves the older best.pt as it was.
     """
     temporary = run / f".{BEST}.{os.getpid()}"
     try:
@@ -237,16 +225,147 @@ def mark_best(run: Path, path: Path) -> None:
             with temporary.open("rb") as copy:
                 os.fsync(copy.fileno())
         temporary.replace(run / BEST)
-        _sync_folder(run)
+        sync_folder(run)
     except OSError as error:
         _remove(temporary)
         raise TrainingError(_why_not_written(run / BEST, error)) from None
 
 
 def best_of(run: Path) -> tuple[int, float] | None:
-    """The step and the validation loss of best.pt; None where there is none that can be read."""
+    """The step and validation loss of best.pt; None if there is no readable one."""
     try:
         content = torch.load(run / BEST, map_location="cpu", weights_only=True, mmap=True)
         return int(content["iter_num"]), float(content["best_val_loss"])
-    except Exception:  # torch raises a dozen kinds where an archive is damaged
+    except Exception:  # torch raises many classes for a damaged archive
         return None
+
+
+VERSION = 1  # of our entries
+
+
+def problems_in(content: object, where: str) -> list[Problem]:
+    """Everything wrong with the entries of a checkpoint, oomph's or nanoGPT's."""
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        return [Problem(where, "not a checkpoint: it has no model", allowed="a checkpoint of oomph train or nanoGPT")]
+    problems = _wrong(content, _ENTRIES, where, "")
+    model = content["model"]
+    for name, value in model.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            found = f"{str(name)[:60]!r}: {type(value).__name__}"
+            problems.append(Problem(where, "its model is not a dict of tensors", found=found))
+            break
+    ours = content.get("oomph")
+    if isinstance(ours, dict):
+        if ours.get("version") != VERSION:
+            found = str(ours.get("version"))[:60]
+            return [
+                Problem(where, "written by another version of oomph", found=f"version {found}", allowed=str(VERSION))
+            ]
+        problems += _wrong(ours, _OURS, where, "oomph.")
+        problems += [Problem(where, f"its entry oomph.{name} is missing") for name in _NEEDED if name not in ours]
+        if not isinstance(content.get("config"), dict):
+            problems.append(Problem(where, "its entry config is missing"))
+    return problems
+
+
+Validator = Callable[[Any], bool]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    """nanoGPT's best_val_loss is a tensor with one number."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_random(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(state, dict)
+        and "cpu" in state
+        and all(isinstance(each, torch.Tensor) and each.dtype == torch.uint8 for each in state.values())
+        for state in value
+    )
+
+
+def _is_standing(value: Any) -> bool:
+    return isinstance(value, dict) and all(_STANDING.get(name, _is_number)(number) for name, number in value.items())
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or type(value) in (int, float)  # None: no step or evaluation yet
+
+
+_STANDING: dict[str, Validator] = {
+    "best_val_loss": lambda value: type(value) in (int, float),
+    "evaluated_at": lambda value: type(value) is int,
+    "metrics_bytes": _is_count,
+    "seconds": lambda value: type(value) in (int, float) and value >= 0,
+    "loss": _is_loss,
+    "val_loss": _is_loss,
+}
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, dict) and all(name in value and valid(value[name]) for name, valid in _DATA.items())
+
+
+_DATA: dict[str, Validator] = {
+    "order": lambda value: isinstance(value, str),
+    "seed": lambda value: type(value) is int,
+    "position": _is_count,
+    "block_size": _is_size,
+    "tokens": _is_size,
+    "sha256": lambda value: isinstance(value, str),
+}
+
+
+_ENTRIES: dict[str, tuple[Validator, str]] = {
+    "iter_num": (_is_count, "a whole number of at least 0"),
+    "best_val_loss": (_is_number, "a number"),
+    "config": (_is_dict, "a dict of keys"),
+    "model_args": (_is_dict, "a dict of keys"),
+    "optimizer": (_is_dict, "an optimizer's state"),
+    "oomph": (_is_dict, "a dict"),
+}
+_OURS: dict[str, tuple[Validator, str]] = {
+    "decided": (_is_names, "a list of keys"),
+    "batch_size": (_is_size, "a whole number of at least 1"),
+    "micro_steps": (_is_size, "a whole number of at least 1"),
+    "scaler": (_is_dict, "a dict"),
+    "data": (_is_data, "a reader's state"),
+    "random": (_is_random, "random states"),
+    "standing": (_is_standing, "numbers by name"),
+    "options": (_is_dict, "a dict"),
+    "data_folder": (lambda value: isinstance(value, str), "a path"),
+}
+_NEEDED = ("batch_size", "micro_steps", "scaler", "data", "random", "standing")
+
+
+def _wrong(
+    entries: Mapping[str, Any], checks: Mapping[str, tuple[Validator, str]], where: str, part: str
+) -> list[Problem]:
+    return [
+        Problem(where, f"its entry {part}{name} is invalid", found=_shown(entries[name]), allowed=allowed)
+        for name, (valid, allowed) in checks.items()
+        if name in entries and not valid(entries[name]) and (entries[name] is not None or name in _NEEDED)
+    ]
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60] if isinstance(value, int | float | str) else f"a {type(value).__name__}"

@@ -1,8 +1,8 @@
-"""Many processes, one run: torchrun starts them, each takes its share of a step, and gradients are summed.
+"""Several processes, one run: torchrun starts them, each takes its share of a step, and gradients are summed.
 
-The sum is made once a step, after all micro-steps, and not bucket by bucket inside the backward: so no collective is
-ever under way where memory can run out, and all ranks can undo a step together. It costs the overlap of the last
-micro-step's backward with the sum, which accumulation makes small.
+They are summed once a step, after all micro-steps, not bucket by bucket during the backward. So no collective is in
+flight where memory can run out, and all ranks can undo a step together. The price is that the last micro-step's
+backward does not overlap with the sum, which accumulation makes small.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oomph.errors import InputError, Problem
-from oomph.training.failure import LostRankError, OtherRankError
+from oomph.training.errors import LostRankError, OtherRankError
 
-TIMEOUT = timedelta(minutes=10)  # silence after which a rank is taken for dead
+TIMEOUT = timedelta(minutes=10)  # without an answer, after which a rank counts as dead
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run."""
+    """This process among those of the run, and what they do together."""
 
     rank: int = 0
     local_rank: int = 0
@@ -39,19 +39,19 @@ class Ranks:
         return self.rank == 0
 
     def start(self, backend: str, device: torch.device) -> None:
-        """Meet the others."""
+        """Join the process group."""
         if self.size > 1:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             _or_lost(self, lambda: dist.init_process_group(backend, timeout=TIMEOUT))
 
     def stop(self) -> None:
-        """Leave; harmless where nothing was started."""
+        """Leave the process group, if there is one."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
     def any(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Each flag, true where it is true on any rank: how all ranks take the same decision."""
+        """Each flag, True if it is True on any rank: how all ranks take the same decision."""
         if self.size == 1:
             return list(flags)
         tensor = torch.tensor([float(flag) for flag in flags], device=device)
@@ -59,7 +59,7 @@ class Ranks:
         return [value > 0 for value in tensor.tolist()]
 
     def sum(self, tensors: Iterable[Tensor]) -> None:
-        """Add each tensor over all ranks, in place, in one order everywhere."""
+        """Sum each tensor over all ranks, in place."""
         if self.size > 1:
             everything = list(tensors)
 
@@ -70,7 +70,7 @@ class Ranks:
             _or_lost(self, add)
 
     def together(self, work: Callable[[], _T]) -> _T:
-        """Do the work on every rank. Where it fails on one, all stop: that one with its reason, the others quietly."""
+        """Do the work on every rank. If it fails on one, all stop: that one with its error, the others quietly."""
         if self.size == 1:
             return work()
         failure: Exception | None = None
@@ -96,7 +96,7 @@ class Ranks:
 
 
 def ranks_from_environment() -> Ranks:
-    """What torchrun says; one process alone where nobody says anything."""
+    """The ranks that torchrun set up; a single process if it did not."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks()
     said = " ".join(f"{name}={os.environ[name]}" for name in _TORCHRUN if name in os.environ)
@@ -106,19 +106,19 @@ def ranks_from_environment() -> Ranks:
         if size > 1:
             int(os.environ.get("MASTER_PORT", ""))
     except ValueError:
-        allowed = "numbers, MASTER_PORT too where there are several processes: start them with torchrun"
-        raise InputError(Problem("environment", "not as torchrun sets it", said, allowed)) from None
+        allowed = "numbers, and MASTER_PORT too for several processes: start them with torchrun"
+        raise InputError(Problem("environment", "invalid torchrun variables", said, allowed)) from None
     if not 0 <= rank < size or local_rank < 0:
-        allowed = "0 ≤ RANK < WORLD_SIZE; for one process alone, neither of them"
+        allowed = "0 ≤ RANK < WORLD_SIZE; for a single process, neither of them"
         raise InputError(Problem("environment", "no such rank", said, allowed))
     if size > 1 and not os.environ.get("MASTER_ADDR"):
-        what = "several processes, and no address at which they meet"
+        what = "several processes, but no MASTER_ADDR"
         raise InputError(Problem("environment", what, said, "MASTER_ADDR and MASTER_PORT: start them with torchrun"))
     return Ranks(rank, local_rank, size)
 
 
 def _or_lost(ranks: Ranks, work: Callable[[], _T]) -> _T:
-    """Do it; where another rank is gone or silent, say so instead of hanging or throwing a traceback."""
+    """Do the work. If another rank is gone or silent, raise `LostRankError` instead of hanging."""
     try:
         return work()
     except (RuntimeError, dist.DistError) as error:

@@ -1,7 +1,7 @@
-"""Which windows of the data a step reads: one numbered sequence for the whole run, whatever the batch and the ranks.
+"""Which windows of the data a step reads: one numbered sequence for the whole run, for any batch size and ranks.
 
-A step owns the next `windows` of the sequence; each rank takes one contiguous share of them and cuts it into
-micro-batches. So a step that is done again with smaller micro-batches, or on another number of ranks, reads the same
+A step takes the next `windows` of the sequence; each rank takes a contiguous share of them and cuts it into
+micro-batches. So a step that is repeated with smaller micro-batches, or on another number of ranks, reads the same
 data, and the state is one position.
 """
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from oomph.config import TrainConfig
-from oomph.data.reader import Batches, State
+from oomph.data.reader import Batches, ReaderState
 from oomph.errors import InputError, Problem
 from oomph.training.distributed import Ranks
 
 Batch = tuple[Tensor, Tensor]
-_LOOKED_AT = 2**20  # tokens at each of a few places, to see that they are words of this vocabulary
-_EVAL_SEED = 20_231  # evaluations read windows of their own, always the same
+_LOOKED_AT = 2**20  # tokens checked against the vocabulary at each of a few places
+_EVAL_SEED = 20_231  # added to the seed: evaluations read their own windows, always the same
 
 
 class Feed:
-    """Training batches on the device, the next one fetched before it is asked for."""
+    """Training batches on the device, the next one prefetched."""
 
     def __init__(
         self, folder: Path, config: TrainConfig, ranks: Ranks, device: torch.device, order: str = "random"
@@ -39,7 +39,7 @@ class Feed:
         self._ahead: tuple[int, int, Batch] | None = None
 
     def batch(self, index: int, rows: int) -> Batch:
-        """Micro-batch number `index` of this rank's share of the step, `rows` windows of it."""
+        """Micro-batch `index` of this rank's share of the step, `rows` windows."""
         first = self._first(index, rows)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[:2] == (first, rows):
@@ -47,12 +47,12 @@ class Feed:
         return read(self.reader, first, rows, self.device)
 
     def look_ahead(self, index: int, rows: int) -> None:
-        """Fetch that micro-batch, or the next step's first, while the device computes."""
+        """Prefetch that micro-batch, or the next step's first, while the device computes."""
         first = self._first(index, rows)
         self._ahead = first, rows, read(self.reader, first, rows, self.device)
 
     def forget(self) -> None:
-        """Let the batch go that was fetched ahead."""
+        """Drop the prefetched batch."""
         self._ahead = None
 
     def _first(self, index: int, rows: int) -> int:
@@ -60,30 +60,30 @@ class Feed:
         return self.position + steps * self.windows + self.ranks.rank * self.share + rest
 
     def advance(self) -> None:
-        """The step is done."""
+        """Move on to the next step's windows."""
         self.position += self.windows
 
-    def state(self) -> State:
-        """All that is needed to go on here."""
+    def state(self) -> ReaderState:
+        """What a checkpoint needs to resume here."""
         self.reader.position = self.position
         return self.reader.state()
 
-    def load_state(self, state: State, where: str) -> None:
-        """Go on where that state was taken. `where`: the checkpoint that holds it, for the words of a refusal."""
+    def load_state(self, state: ReaderState, where: str) -> None:
+        """Resume from a state. `where` is its checkpoint, for error messages."""
         mine = self.reader.state()
         if any(state[key] != mine[key] for key in ("tokens", "sha256")):
-            what = f"it was trained on other data than {self.reader.path}"
+            what = f"it was trained on different data than {self.reader.path}"
             found = f"{mine['tokens']} tokens here, {state['tokens']} there"
             if state["tokens"] == mine["tokens"]:
-                found = "as many tokens, of another content"
-            raise InputError(Problem(where, what, found, "the data it had, or --weights instead of --resume"))
+                found = "as many tokens, but different ones"
+            raise InputError(Problem(where, what, found, "the same data, or --weights instead of --resume"))
         self.reader.load_state(state)
         self.position = self.reader.position
         self.forget()
 
 
 def read(reader: Batches, first: int, rows: int, device: torch.device) -> Batch:
-    """The windows from number `first` on, as tensors on the device; copied there without waiting where it is CUDA."""
+    """`rows` windows from number `first`, as tensors on the device; copied asynchronously to CUDA."""
     reader.position, reader.batch_size = first, rows
     x, y = (torch.from_numpy(side) for side in next(reader))
     if device.type == "cuda":
@@ -92,12 +92,12 @@ def read(reader: Batches, first: int, rows: int, device: torch.device) -> Batch:
 
 
 def evaluation_reader(folder: Path, split: str, config: TrainConfig) -> Batches:
-    """Windows that are the same at every evaluation, so that two of them differ by the weights alone."""
+    """A reader of the same windows at every evaluation, so that losses differ by the weights alone."""
     return Batches(folder, split, batch_size=1, block_size=config.block_size, seed=config.seed + _EVAL_SEED)
 
 
 def check_data(folder: Path, config: TrainConfig) -> None:
-    """Both splits can be read, and their tokens are words of the model: seen before anything of a run is touched."""
+    """Check, before anything is written, that both splits can be read and their tokens are in the vocabulary."""
     problems: list[Problem] = []
     for split in ("train", "val"):
         try:
@@ -109,20 +109,20 @@ def check_data(folder: Path, config: TrainConfig) -> None:
 
 
 def check_vocabulary(reader: Batches, vocab_size: int) -> None:
-    """Refuse data whose tokens the model has no word for: a GPU would only say "device-side assert"."""
+    """Refuse tokens beyond the vocabulary: a GPU would only report "device-side assert"."""
     if reader.manifest is not None:
         highest = reader.manifest.vocab_size - 1
     else:
         import numpy as np
 
-        tokens = np.memmap(reader.path, dtype="<u2", mode="r")  # a set without a manifest is nanoGPT's
+        tokens = np.memmap(reader.path, dtype="<u2", mode="r")  # without a manifest it is nanoGPT's
         places = {0, len(tokens) // 2, max(0, len(tokens) - _LOOKED_AT)}
         highest = max(int(tokens[place : place + _LOOKED_AT].max()) for place in places)
     if highest >= vocab_size:
         raise InputError(
             Problem(
                 str(reader.path),
-                "it holds tokens that the vocabulary has no word for",
+                "contains tokens beyond the vocabulary",
                 found=f"token {highest}, vocab_size = {vocab_size}",
                 allowed=f"--vocab_size={-(-(highest + 1) // 64) * 64} or more",
             )

@@ -1,49 +1,54 @@
-"""A run's folder: config.toml, plan.json, metrics.jsonl, log.txt, result.json, checkpoints/, best.pt, samples/."""
+"""A run's folder and its lock. docs/train.md lists the files."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from oomph.config import to_toml
-from oomph.data.failure import printable
+from oomph.data.errors import printable
+from oomph.data.manifest import MANIFEST, META_PICKLE, TOKENIZER, read_manifest
 from oomph.errors import InputError, Problem
 from oomph.files import write_whole
-from oomph.planner import Plan
+from oomph.planning.plan import Plan
 from oomph.training import checkpoint
-from oomph.training.metrics import FILE
-from oomph.training.progress import FILE as LOG
+from oomph.training.log import LOG_FILE, METRICS_FILE
 from oomph.training.result import Result
-from oomph.training.text import KEPT_TOKENIZER, TOKENIZER_FILES
 
+LOCK_FILE = ".lock"
 RESULT = "result.json"
-# What `oomph train` and `oomph sample` write into folders of a run's folder: nothing else in them is touched.
+KEPT_TOKENIZER = "tokenizer"  # a folder
+_TOKENIZER_FILES = (MANIFEST, META_PICKLE, TOKENIZER)
+# What `oomph train` and `oomph sample` write into subfolders: nothing else in them is ever deleted.
 _OURS = {
     "samples": ("seed_*.txt",),
     "tensorboard": ("events.out.tfevents.*",),
     "huggingface": ("model.safetensors", "config.json"),
-    KEPT_TOKENIZER: TOKENIZER_FILES,
+    KEPT_TOKENIZER: _TOKENIZER_FILES,
     checkpoint.FOLDER: (".step_*.part",),
 }
 
 
 def open_folder(out_dir: str, resumed: Path | None, overwrite: bool) -> Path:
-    """The folder of a run, made where it is missing. One that holds another run is not written over unasked."""
+    """The folder of a run, created if missing. Refuses one that holds another run, unless `overwrite`."""
     folder = Path(out_dir)
     held = checkpoint.saved(folder)
     same = resumed is not None and resumed.resolve() == folder.resolve()
-    if (held or (folder / FILE).exists()) and not same and not overwrite:
-        found = f"its last checkpoint is {held[-1].name}" if held else f"it holds {FILE}"
+    if (held or (folder / METRICS_FILE).exists()) and not same and not overwrite:
+        found = f"its last checkpoint is {held[-1].name}" if held else f"it holds {METRICS_FILE}"
         allowed = "--resume to go on with it, --out_dir=ANOTHER, or --overwrite"
         if resumed is not None:
             allowed = f"--out_dir=ANOTHER, or none to go on in {resumed}"
         raise InputError(
-            Problem(f"out_dir {out_dir!r}", "this folder holds a run already", found=found, allowed=allowed)
+            Problem(f"out_dir {out_dir!r}", "this folder already holds a run", found=found, allowed=allowed)
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,10 +58,10 @@ def open_folder(out_dir: str, resumed: Path | None, overwrite: bool) -> Path:
 
 
 def clear(folder: Path) -> None:
-    """Delete the run that a folder holds. nanoGPT's own checkpoint stays, and so does what others put there."""
+    """Delete the run in a folder, but not nanoGPT's ckpt.pt or files that oomph did not write."""
     checkpoint.remove(checkpoint.saved(folder))
     try:
-        for name in (checkpoint.BEST, FILE, RESULT, LOG):
+        for name in (checkpoint.BEST, METRICS_FILE, RESULT, LOG_FILE):
             (folder / name).unlink(missing_ok=True)
         for path in folder.glob(f".{checkpoint.BEST}.*"):
             path.unlink(missing_ok=True)
@@ -70,20 +75,20 @@ def clear(folder: Path) -> None:
 
 
 def write_plan(folder: Path, plan: Plan, options: Mapping[str, str]) -> None:
-    """What was asked for, and what is expected of it. `options` are those that a run with the same numbers needs."""
+    """Write config.toml and plan.json. `options` are the command-line options needed to repeat the run."""
     said = "".join(f" --{name}={shlex.quote(value)}" for name, value in options.items())
-    head = f"# Again, from the start: oomph train config.toml --out_dir=ANOTHER{printable(said)}\n\n"
+    head = f"# To repeat this run: oomph train config.toml --out_dir=ANOTHER{printable(said)}\n\n"
     write_whole(folder / "config.toml", (head + to_toml(plan.config)).encode())
     write_json(folder / "plan.json", plan.to_dict())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """JSON for people and programs."""
+    """Write indented JSON."""
     write_whole(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 def read_result(folder: Path) -> Result | None:
-    """What became of the run before; None where nothing readable is there."""
+    """The result of an earlier process; None if there is no readable one."""
     try:
         return msgspec.json.decode((folder / RESULT).read_bytes(), type=Result)
     except (OSError, msgspec.MsgspecError):
@@ -91,13 +96,85 @@ def read_result(folder: Path) -> Result | None:
 
 
 def find_run(folder: Path) -> Path:
-    """The newest checkpoint of a run, or the one that is named."""
+    """The newest checkpoint of a run, or `folder` itself if it is a file."""
     if folder.is_file():
         return folder
     held = checkpoint.saved(folder)
     if not held:
         found = "no such folder" if not folder.exists() else "a folder without checkpoints"
         raise InputError(
-            Problem(str(folder), "nothing to resume here", found=found, allowed="a run's folder, or its checkpoint")
+            Problem(str(folder), "nothing to resume", found=found, allowed="a run's folder, or its checkpoint")
         )
     return held[-1]
+
+
+def keep_tokenizer(data: Path, run: Path) -> None:
+    """Copy what turns ids into text into the run's folder, so that `oomph sample` needs no data."""
+    manifest = read_manifest(data)
+    folder = run / KEPT_TOKENIZER
+    named = TOKENIZER if manifest is None else manifest.tokenizer.file or TOKENIZER
+    try:
+        for name in _TOKENIZER_FILES:
+            (folder / name).unlink(missing_ok=True)
+        for source, name in ((MANIFEST, MANIFEST), (META_PICKLE, META_PICKLE), (named, TOKENIZER)):
+            if (data / source).is_file():
+                folder.mkdir(exist_ok=True)
+                write_whole(folder / name, (data / source).read_bytes())
+    except OSError as error:
+        raise InputError(Problem(str(folder), "cannot be written", found=error.strerror)) from None
+
+
+class FolderLock:
+    """One trainer per folder: held until `release` or until the process ends, however it ends.
+
+    Raises `InputError` if another process holds it. Does nothing on systems and file systems without such locks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK_FILE
+        self._handle: int | None = None
+        if find_spec("fcntl") is None:
+            return
+        fcntl = import_module("fcntl")
+        while self._handle is None:
+            try:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise InputError(Problem(str(folder), "cannot be written", found=error.strerror)) from None
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found = os.read(handle, 32).decode(errors="replace").strip()
+                os.close(handle)
+                raise InputError(
+                    Problem(
+                        f"out_dir {str(folder)!r}",
+                        "another oomph train is writing here",
+                        found=f"process {found}" if found else None,
+                        allowed="--out_dir=ANOTHER, or wait until it ends",
+                    )
+                ) from None
+            except OSError:  # a file system without locks
+                os.close(handle)
+                return
+            if self._is_ours(handle):
+                self._handle = handle
+            else:
+                os.close(handle)  # its last holder deleted the file after we opened it
+        with suppress(OSError):
+            os.ftruncate(self._handle, 0)
+            os.write(self._handle, str(os.getpid()).encode())
+
+    def _is_ours(self, handle: int) -> bool:
+        try:
+            return self.path.stat().st_ino == os.fstat(handle).st_ino
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._handle is not None:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+            os.close(self._handle)
+            self._handle = None

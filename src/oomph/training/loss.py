@@ -1,13 +1,13 @@
 """Head and cross-entropy in one: the loss and its gradients a chunk of rows at a time, never the full logits.
 
 `plain_loss` is the definition, and the oracle of the tests. `chunked_loss` computes the same in the memory of one
-chunk: the gradient of a chunk's logits needs nothing but those logits, so both products of the backward are done
-while they exist, and the backward only hands the results on.
+chunk: the gradient of a chunk's logits needs only those logits, so both matrix products of the backward are done
+while they exist, and the backward only scales the results.
 
-Between its products a chunk is softmax, gather, subtraction. torch's own kernels do that one after another, on float32
-logits. Beside a compiled model it is compiled too: inductor's kernels read the logits in the products' precision
-and write the gradient over them. There the half copy of the head is also filled up with zeros to whole groups of words,
-because tensor cores are slow on others; inductor would do that itself, but these products are not its own.
+Between its products a chunk is softmax, gather, subtraction. Eagerly, torch's kernels do that one after another, on
+float32 logits. With a compiled model it is compiled too: inductor's kernels read the logits in the products' precision
+and overwrite them with the gradient. The half-precision copy of the head is then also padded with zeros to a multiple
+of 8 rows, because tensor cores are slow otherwise; inductor pads its own products, but these are not its own.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What the gradient of the logits is multiplied with until the backward: a power of two, so that it rounds nothing.
-# In float16, divided by the rows at once, most of it would vanish (1e-9 a word, for 16,384 rows and 50,304 words);
-# and with no share at all the sum over a chunk could be too large, for a word that is everywhere.
+# A factor on the gradient of the logits until the backward: a power of two, so that it rounds nothing.
+# Divided by the number of rows at once, most of a float16 gradient would vanish (1e-9 each, for 16,384 rows and a
+# vocabulary of 50,304); without a factor, the sum over a chunk could overflow for a very frequent token.
 _SHARE = 1 / 8
 _SAFE_ROWS = 1024  # × 1/8 × 511 is below float16's 65,504
-_GROUP = 8  # words: 16 bytes of half precision
+_GROUP = 8  # rows of the head: 16 bytes in half precision
 
 
 def plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of hidden states (rows, width) against targets (rows,), with all logits at once."""
+    """Mean cross-entropy of hidden states (rows, width) and targets (rows,), with all logits at once."""
     return F.cross_entropy(F.linear(hidden, weight), targets)
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, compiled: bool = False) -> Tensor:
     """The same, `chunk` rows at a time. Under autocast the products run in its precision, the softmax in float32.
 
-    `compiled`: what lies between the products is compiled, at its first call.
+    `compiled`: compile what is between the products, at the first call.
     """
     kind = hidden.device.type
     half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -47,7 +47,7 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, co
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, compiled: bool = False) -> Tensor:
-    """The loss of hidden states (B, T, width): in chunks, or all at once where `chunk` is 0."""
+    """The loss of hidden states (B, T, width): in chunks, or all at once if `chunk` is 0."""
     rows, wanted = hidden.flatten(0, 1), targets.flatten()
     return chunked_loss(rows, weight, wanted, chunk, compiled) if chunk else plain_loss(rows, weight, wanted)
 
@@ -67,7 +67,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.hidden_dtype, ctx.rows = hidden.dtype, hidden.size(0)
         with torch.autocast(hidden.device.type, enabled=False):
             if half is not None:
-                cast_hidden, cast_weight = hidden.to(half), _filled_up(weight, half) if compiled else weight.to(half)
+                cast_hidden, cast_weight = hidden.to(half), _padded(weight, half) if compiled else weight.to(half)
             else:
                 cast_hidden, cast_weight = hidden, weight
             words = weight.size(0) if compiled else None
@@ -82,7 +82,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:
-        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # each is handed on: nothing here holds it
+        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # so that nothing here keeps them alive
         scale = incoming[0] * (1 / (ctx.rows * _SHARE))
         grad_hidden.mul_(scale)
         grad_weight.mul_(scale)
@@ -92,13 +92,13 @@ class _ChunkedLoss(torch.autograd.Function):
 def _chunk(
     hidden: Tensor, weight: Tensor, targets: Tensor, part: slice, grads: tuple[Tensor, Tensor] | None, words: int | None
 ) -> Tensor:
-    """Sum of the targets' logarithms over one chunk; its share of both gradients is added to `grads`.
+    """The sum of the targets' log-probabilities over one chunk; its gradients go into `grads`.
 
-    `words`: how many of the weight's are real, for the compiled form.
+    `words`: the vocabulary size without padding, for the compiled form.
     """
     learns = grads is not None
     if words is None:
-        logarithms, gradient = _plainly(hidden, weight, targets, learns)
+        logarithms, gradient = _eager(hidden, weight, targets, learns)
     else:
         logarithms, gradient = _fused(hidden, weight, targets, learns, words)
     if grads is None or gradient is None:
@@ -108,26 +108,28 @@ def _chunk(
     if gradient.dtype == grad_weight.dtype:
         grad_weight.addmm_(gradient.t(), hidden)
     elif gradient.dtype == torch.float16:
-        share = _share_of_a_sum(gradient.size(0))
-        product = torch.addmm(hidden[:1], gradient.t(), hidden, beta=0, alpha=share)  # nothing of the first is read
+        share = _sum_factor(gradient.size(0))
+        product = torch.addmm(
+            hidden[:1], gradient.t(), hidden, beta=0, alpha=share
+        )  # with beta=0 the first argument is not read
         grad_weight.add_(product[: grad_weight.size(0)], alpha=1 / share)
-    else:  # a half product is summed into the float32 gradient
+    else:  # add a half-precision product to the float32 gradient
         grad_weight += (gradient.t() @ hidden)[: grad_weight.size(0)]
     return logarithms
 
 
-def _share_of_a_sum(rows: int) -> float:
-    """What float16's sum over a chunk's rows is multiplied with before it is rounded: a power of two.
+def _sum_factor(rows: int) -> float:
+    """A factor on float16's sum over a chunk's rows before it is rounded: a power of two.
 
-    So hidden states of up to 511 cannot overflow in it, were every row's target the same word: the loss's own scale
-    comes later, and could not help. (A layer norm over 1,600 numbers reaches 40 times its gain.) A smaller share
-    would round away the gradients of rare words.
+    With it, hidden states of up to 511 cannot overflow even if every row has the same target; the loss scale is applied
+    later and could not help. (A layer norm over 1,600 numbers reaches 40 times its gain.) A smaller factor would round
+    away the gradients of rare tokens.
     """
     return min(1.0, 2.0 ** (_SAFE_ROWS.bit_length() - 1 - (rows - 1).bit_length()))
 
 
-def _filled_up(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of the head's weight (words, width) in that precision, with words of zeros up to a whole group."""
+def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of the head's weight (vocabulary, width) in that precision, padded with rows of zeros."""
     words, width = weight.shape
     if words % _GROUP == 0:
         return weight.to(dtype)
@@ -136,9 +138,9 @@ def _filled_up(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return filled
 
 
-def _plainly(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
-    """A chunk's sum of logarithms, and the gradient of its logits: each step a kernel of torch's, in place."""
-    logits = (hidden @ weight.t()).float()  # the half ones, if they were half, go at once
+def _eager(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+    """A chunk's sum of log-probabilities and the gradient of its logits, by torch's kernels, in place."""
+    logits = (hidden @ weight.t()).float()  # half-precision logits are freed at once
     torch.log_softmax(logits, -1, out=logits)
     picked = targets.unsqueeze(1)
     logarithms = logits.gather(1, picked).sum()
@@ -151,7 +153,7 @@ def _plainly(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> t
 
 
 def _fused(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool, words: int) -> tuple[Tensor, Tensor | None]:
-    """The same by compiled kernels. The logits of what was filled up are zeros, and so is their gradient."""
+    """The same by compiled kernels. The padding's logits and gradients are zeros."""
     logits = hidden @ weight.t()
     if not learns:
         return _compiled(log_sum)(logits[:, :words], targets), None
@@ -160,19 +162,19 @@ def _fused(hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool, words:
 
 @cache
 def _compiled(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Once a process, not once a trainer. Sizes are fixed until they change, as they do when memory runs out."""
+    """Compiled once per process, not per trainer; again only if sizes change, as when memory runs out."""
     return torch.compile(function)
 
 
 def log_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the targets' logarithms after a softmax over logits (rows, vocabulary)."""
+    """The sum of the targets' log-probabilities for logits (rows, vocabulary)."""
     return torch.log_softmax(logits.float(), 1).gather(1, targets.unsqueeze(1)).sum()
 
 
 def log_sum_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     """The same; the logits become the gradient of the negative sum, times `_SHARE`.
 
-    Written so that inductor makes no float32 buffer of it: a comparison with the target where torch would scatter.
+    Compares with the target instead of scattering, so that inductor needs no float32 buffer.
     """
     logarithms, picked = torch.log_softmax(logits.float(), 1), targets.unsqueeze(1)
     summed = logarithms.gather(1, picked).sum()

@@ -1,4 +1,4 @@
-"""How much memory the run really takes, and the C library's habit of keeping what was freed."""
+"""How much memory the run takes, and making the C library return freed memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
 def return_freed_memory() -> None:
-    """Let glibc give every freed tensor of 16 MiB and more back to the kernel at once.
+    """Make glibc return every freed tensor of 16 MiB or more to the kernel at once. Does nothing without glibc.
 
-    By itself it keeps freed blocks of up to 32 MiB on its heap, full of holes. From 2 MiB on would take 160 MiB less at
-    124 M parameters, and a tenth more time, all of it spent on new pages. Without glibc this does nothing.
+    By default it keeps freed blocks of up to 32 MiB on a fragmented heap. A limit of 2 MiB would save another 160 MiB
+    at 124 M parameters, but cost a tenth more time in page faults.
     """
     if sys.platform != "linux":
         return
@@ -31,30 +31,30 @@ def return_freed_memory() -> None:
 
 
 class MemoryMeter:
-    """The run's memory at its highest: of torch's allocator on a GPU, of the whole process on a CPU."""
+    """The run's peak memory: of torch's allocator on a GPU, of the whole process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.began_mib = _status_mib("VmRSS") if device.type == "cpu" else 0.0  # the process before the run
-        self.forget()
+        self.reset_peak()
 
-    def let_go(self, loaded: dict[str, Any]) -> None:
-        """Empty what was loaded before the run began: neither its beginning nor its peak counts it."""
+    def release(self, loaded: dict[str, Any]) -> None:
+        """Empty what was loaded before the run began, so that neither `began_mib` nor the peak counts it."""
         held_mib = _status_mib("VmRSS")
         loaded.clear()
         if self.device.type == "cpu":
             self.began_mib -= held_mib - _status_mib("VmRSS")
-        self.forget()
+        self.reset_peak()
 
-    def forget(self) -> None:
-        """Begin the peak anew: what was needed to get here is no part of it."""
+    def reset_peak(self) -> None:
+        """Start the peak over from what is held now."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self.device.type == "cpu":
-            _forget_peak()
+            _reset_linux_peak()
 
     def peak_mib(self) -> float | None:
-        """The highest so far; on an Apple GPU what is allocated now. None: nobody knows."""
+        """The peak so far; on an Apple GPU what is allocated now; None if unknown."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / MIB
         if self.device.type == "mps":
@@ -62,12 +62,12 @@ class MemoryMeter:
         return _status_mib("VmHWM") or None
 
     def reserved_mib(self) -> float | None:
-        """What the CUDA allocator has taken from the card; None elsewhere."""
+        """The peak that CUDA's allocator reserved; None on other devices."""
         return torch.cuda.max_memory_reserved(self.device) / MIB if self.device.type == "cuda" else None
 
 
 def _status_mib(field: str) -> float:
-    """A figure of this process as Linux tells it; 0 elsewhere."""
+    """A field of Linux's /proc/self/status; 0 on other systems."""
     try:
         for line in _STATUS.read_text().splitlines():
             if line.startswith(f"{field}:"):
@@ -77,8 +77,8 @@ def _status_mib(field: str) -> float:
     return 0.0
 
 
-def _forget_peak() -> None:
-    """Linux's own peak, begun anew from what the process holds now."""
+def _reset_linux_peak() -> None:
+    """Reset VmHWM to what the process holds now."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

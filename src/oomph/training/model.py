@@ -1,7 +1,7 @@
-"""GPT-2 as nanoGPT defines it: the same names, shapes and first weights, so that checkpoints go both ways.
+"""GPT-2 as nanoGPT defines it: the same names, shapes and initial weights, so that checkpoints work in both.
 
-The model ends at the last layer norm. Head and loss are `oomph.training.loss`: a training step never makes the
-full logits, unless it is told to by `loss_chunk = 0`.
+The model ends at the last layer norm. Head and loss are in `oomph.training.loss`: a training step never makes the
+full logits, unless `loss_chunk = 0`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from oomph.config import TrainConfig
-from oomph.training.cache import KeyValues
+
+
+class KeyValues:
+    """One block's cached keys and values, in buffers of full length."""
+
+    def __init__(self, batch: int, heads: int, tokens: int, head_size: int, like: Tensor) -> None:
+        shape = (batch, heads, tokens, head_size)
+        self.keys = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self.values = torch.empty_like(self.keys)
+        self.length = 0
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens (batch, heads, new, head size) and return all so far."""
+        first, self.length = self.length, self.length + keys.size(2)
+        self.keys[:, :, first : self.length] = keys
+        self.values[:, :, first : self.length] = values
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
 
 _KERNELS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
 
 class LayerNorm(nn.Module):
-    """torch's layer norm, with a bias only where the config has one."""
+    """torch's layer norm, with a bias only if the config has one."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
@@ -44,7 +61,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(width, width, bias=config.bias)
         self.n_head = config.n_head
         self.dropout = config.dropout
-        self.kernel = _KERNELS.get(config.attention)  # None: torch takes the flash kernel wherever there is one
+        self.kernel = _KERNELS.get(config.attention)  # None: torch takes the flash kernel where it can
 
     def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
         B, T, C = x.shape
@@ -52,11 +69,11 @@ class Attention(nn.Module):
         if past is not None:  # (B, heads, T, head size) each
             k, v = past.extend(k, v)
         with self._chosen_kernel():
-            # Against a filled cache the one new token sees everything; otherwise each token sees those before it.
+            # With a filled cache the one new token sees everything; otherwise each token sees those before it.
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=k.size(2) == T
             )
-        y = y.transpose(1, 2).reshape(B, T, C)  # where this copies, the heads' own are let go before the product
+        y = y.transpose(1, 2).reshape(B, T, C)  # if this copies, the heads' own output is freed before the product
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
     def _chosen_kernel(self) -> AbstractContextManager[Any]:
@@ -64,7 +81,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide inside, with the exact GELU."""
+    """Four times as wide inside, with exact GELU."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -77,7 +94,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to the stream."""
+    """Attention, then the MLP, each added to the residual stream."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -93,7 +110,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embeddings, blocks, a last layer norm, and the head's matrix beside them."""
+    """Embeddings, blocks and a last layer norm; it also holds the head's matrix."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -109,10 +126,13 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.transformer["wte"].weight = self.lm_head.weight
-        self._first_weights()
+        self._init_weights()
 
-    def _first_weights(self) -> None:
-        """Normal with 0.02, less for what is added to the stream; in nanoGPT's order, so that a seed gives the same."""
+    def _init_weights(self) -> None:
+        """nanoGPT's initial weights: normal with std 0.02, less for the projections into the residual stream.
+
+        In nanoGPT's order, so that the same seed gives the same weights.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -145,7 +165,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, past: list[KeyValues]) -> Tensor:
-        """Logits (B, vocabulary) after the last of `tokens`, which follow what `past` holds; `past` takes them in."""
+        """Logits (B, vocabulary) after the last of `tokens`, which follow those in `past` and are added to it."""
         x = self._embed(tokens, past[0].length)
         for block, keys_values in zip(self.blocks(), past, strict=True):
             x = block(x, keys_values)

@@ -1,7 +1,8 @@
-"""The optimizers, with nanoGPT's two groups, and their state made before the first step."""
+"""The learning rate schedule and the optimizers: nanoGPT's two groups, state allocated before the first step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
@@ -12,11 +13,102 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomph.config import TrainConfig
 from oomph.errors import InputError, Problem
-from oomph.training.adamw import FusedAdamW
 from oomph.training.model import GPT
 
 
-class Pair:
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of a step, counted from 0: nanoGPT's linear warm-up, then a cosine down to `min_lr`."""
+    if not config.decay_lr:
+        return config.learning_rate
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    if step >= config.lr_decay_iters:
+        return config.min_lr
+    done = (step - config.warmup_iters) / (config.lr_decay_iters - config.warmup_iters)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
+
+
+_EPSILON = 1e-8
+
+
+class FusedAdamW:
+    """torch's fused AdamW kernel, called directly: torch.optim.AdamW's state and arithmetic without its import.
+
+    Making a torch.optim optimizer imports torch.compile's machinery, which takes two seconds and 72 MiB. Names and form
+    of the state are torch.optim's, so that checkpoints work in nanoGPT too.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        self.param_groups = [{**group, "lr": lr, "betas": betas, "eps": _EPSILON} for group in groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = {
+            parameter: {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            for parameter in self._parameters()
+        }
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, divisor: Tensor | None = None) -> None:
+        """Update the weights. Gradients are first divided by `divisor`, in the same kernel."""
+        for group in self.param_groups:
+            learning = [parameter for parameter in group["params"] if parameter.grad is not None]
+            steps = [self.state[parameter]["step"] for parameter in learning]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                learning,
+                [parameter.grad for parameter in learning],
+                [self.state[parameter]["exp_avg"] for parameter in learning],
+                [self.state[parameter]["exp_avg_sq"] for parameter in learning],
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+            )
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch.optim.AdamW's format: parameters by number."""
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
+        return {
+            "state": {numbers[parameter]: dict(state) for parameter, state in self.state.items()},
+            "param_groups": [
+                {**group, "params": [numbers[parameter] for parameter in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load the moments and step counts. Raises `ValueError` if they are another model's."""
+        parameters = self._parameters()
+        if len(saved["state"]) not in (
+            0,
+            len(parameters),
+        ):  # nanoGPT's first checkpoint may be from before the first step
+            raise ValueError(f"state of {len(saved['state'])} tensors instead of {len(parameters)}")
+        for number, entry in saved["state"].items():
+            mine = self.state[parameters[number]]
+            for name in mine:
+                if entry[name].shape != mine[name].shape:
+                    raise ValueError(f"tensor {number} has the shape {tuple(entry[name].shape)}")
+                mine[name].copy_(entry[name])
+
+
+class OptimizerPair:
     """Two optimizers that step together: Muon for the blocks' matrices, AdamW for the rest."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
@@ -42,14 +134,14 @@ class Pair:
         return {"parts": [part.state_dict() for part in self.parts]}
 
 
-AnyOptimizer = FusedAdamW | torch.optim.Optimizer | Pair
+AnyOptimizer = FusedAdamW | torch.optim.Optimizer | OptimizerPair
 
 
 def make_optimizer(model: GPT, config: TrainConfig) -> AnyOptimizer:
-    """The optimizer of a settled config, its state in place: a step allocates nothing that lasts."""
+    """The optimizer of a settled config, with its state allocated: a step allocates nothing that stays."""
     optimizer = _make(model, config)
     if not isinstance(optimizer, FusedAdamW):
-        rehearse(optimizer, model.parameters())
+        allocate_state(optimizer, model.parameters())
     return optimizer
 
 
@@ -60,7 +152,7 @@ def _make(model: GPT, config: TrainConfig) -> AnyOptimizer:
         ids = {id(p) for p in hidden}
         rest = [p for p in model.parameters() if id(p) not in ids]
         muon = torch.optim.Muon(hidden, lr=rate, weight_decay=config.weight_decay)
-        return Pair(muon, _adamw(groups(rest, config), config))
+        return OptimizerPair(muon, _adamw(groups(rest, config), config))
     both = groups(model.parameters(), config)
     if name == "adamw" and config.optimizer_loop == "fused":
         return FusedAdamW(both, config.learning_rate, (config.beta1, config.beta2))
@@ -74,7 +166,7 @@ def _make(model: GPT, config: TrainConfig) -> AnyOptimizer:
 
 
 def groups(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
-    """nanoGPT's: matrices decay, vectors do not."""
+    """nanoGPT's parameter groups: matrices decay, vectors do not."""
     everything = list(parameters)
     both = [
         {"params": [p for p in everything if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -96,18 +188,18 @@ def _adamw8bit(both: list[dict[str, Any]], config: TrainConfig) -> torch.optim.O
         make = import_module("torchao.optim").AdamW8bit
     except ImportError:
         raise InputError(
-            Problem("optimizer", "adamw8bit needs torchao", allowed="after: pip install torchao; or --optimizer=adamw")
+            Problem("optimizer", "adamw8bit needs torchao; try: pip install torchao", allowed="--optimizer=adamw")
         ) from None
     optimizer: torch.optim.Optimizer = make(both, lr=config.learning_rate, betas=(config.beta1, config.beta2))
     return optimizer
 
 
-def rehearse(optimizer: AnyOptimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """One step with no gradient, rate or decay: it makes all state and changes no weight. Its count is taken back."""
+def allocate_state(optimizer: AnyOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Allocate all state by a step with zero gradients, learning rate and decay, which changes no weight."""
     settings = [(float(group["lr"]), group["weight_decay"]) for group in optimizer.param_groups]
-    set_rate(optimizer, 0.0)
+    set_learning_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
-        group["weight_decay"] = 0.0  # SGD adds it to the gradients, and so to its momentum
+        group["weight_decay"] = 0.0  # SGD adds it to the gradients and so to its momentum
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -116,14 +208,14 @@ def rehearse(optimizer: AnyOptimizer, parameters: Iterable[nn.Parameter]) -> Non
         _set(group, rate)
         group["weight_decay"] = decay
     for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):  # torch.optim counts in tensors, torchao too
+        if isinstance(state.get("step"), Tensor):  # torch.optim and torchao count steps in tensors
             state["step"].zero_()
 
 
 def saved_state(optimizer: AnyOptimizer) -> dict[str, Any]:
-    """`state_dict()` of plain tensors: one that is made of several, as torchao's of 8 bits are, as a table of those.
+    """`state_dict()` as plain tensors: a tensor subclass, such as torchao's 8-bit ones, becomes a dict of its parts.
 
-    A checkpoint is then read without the library that made it, and holds nothing that would have to be trusted.
+    So a checkpoint can be read without the library that made it, and without executing code.
     """
     packed: dict[str, Any] = _packed(optimizer.state_dict())
     return packed
@@ -141,7 +233,7 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The saved state with tables put back into the tensors that the optimizer has made for itself."""
+    """The saved state with dicts of parts copied into the optimizer's own tensors."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = {}
     for number, entry in saved.items():
@@ -159,11 +251,11 @@ def _filled(made: Tensor, parts: dict[str, Tensor]) -> Tensor:
 
 
 def load_optimizer(optimizer: AnyOptimizer, saved: dict[str, Any]) -> None:
-    """Take over the moments and counts; rates, decays and betas stay those of the config.
+    """Load the moments and step counts; learning rates, decays and betas stay those of the config.
 
-    Raises `ValueError` where the state is another model's or another optimizer's.
+    Raises `ValueError` if the state is another model's or another optimizer's.
     """
-    if isinstance(optimizer, Pair):
+    if isinstance(optimizer, OptimizerPair):
         for part, theirs in zip(optimizer.parts, saved["parts"], strict=True):
             load_optimizer(part, theirs)
         return
@@ -171,19 +263,19 @@ def load_optimizer(optimizer: AnyOptimizer, saved: dict[str, Any]) -> None:
         optimizer.load_state_dict(saved)
         return
     if len(saved["param_groups"]) != len(optimizer.param_groups):
-        raise ValueError(f"{len(saved['param_groups'])} groups of weights for {len(optimizer.param_groups)}")
+        raise ValueError(f"{len(saved['param_groups'])} parameter groups instead of {len(optimizer.param_groups)}")
     both = zip(saved["param_groups"], optimizer.param_groups, strict=True)
     merged = [{**group, "params": theirs["params"]} for theirs, group in both]
     before = _shapes(optimizer)
     optimizer.load_state_dict({"state": _unpacked(optimizer, saved["state"]), "param_groups": merged})
-    if saved["state"] and _shapes(optimizer) != before:  # nanoGPT's first checkpoint may come before any step
-        raise ValueError("other tensors, or tensors of other shapes")
+    if saved["state"] and _shapes(optimizer) != before:  # nanoGPT's first checkpoint may be from before the first step
+        raise ValueError("different tensors or shapes")
     if not saved["state"]:
-        rehearse(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+        allocate_state(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[int, ...]]]:
-    """What is kept for each tensor, in the tensors' order."""
+    """The shapes of each parameter's state, in order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [
         {name: tuple(value.shape) for name, value in optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
@@ -191,8 +283,8 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[int, ...]]
     ]
 
 
-def set_rate(optimizer: AnyOptimizer, rate: float) -> None:
-    """The learning rate of the next step."""
+def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         _set(group, rate)
 
@@ -205,8 +297,8 @@ def _set(group: dict[str, Any], rate: float) -> None:
 
 
 def clip_and_step(optimizer: AnyOptimizer, gradients: list[Tensor], norm: Tensor, divide: bool, limit: float) -> None:
-    """Update the weights; where `divide`, with gradients scaled down to the limit as clip_grad_norm_ scales them."""
-    norm = norm.float()  # of bfloat16 gradients it is bfloat16, which the fused kernel does not take
+    """Update the weights; if `divide`, with gradients scaled down to the limit as clip_grad_norm_ does."""
+    norm = norm.float()  # the norm of bfloat16 gradients is bfloat16, which the fused kernel does not take
     if not divide:
         optimizer.step()
     elif isinstance(optimizer, FusedAdamW):

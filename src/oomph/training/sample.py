@@ -1,4 +1,4 @@
-"""Text from a trained model: one token at a time, with the keys and values of the earlier ones kept."""
+"""`oomph sample`: text from a trained model, one token at a time, with cached keys and values."""
 
 from __future__ import annotations
 
@@ -10,38 +10,41 @@ import torch
 from torch import Tensor
 
 from oomph.config import TrainConfig
+from oomph.data.manifest import MANIFEST, META_PICKLE, find_dataset
+from oomph.data.tokenizer import GPT2_VOCAB_SIZE, Gpt2Tokenizer, Tokenizer, tokenizer_of
 from oomph.errors import InputError, Problem
 from oomph.training import checkpoint
-from oomph.training.cache import KeyValues
-from oomph.training.model import GPT
-from oomph.training.named import load_weights
+from oomph.training.folder import KEPT_TOKENIZER
+from oomph.training.model import GPT, KeyValues
 from oomph.training.state import saved_config
+from oomph.training.weights import load_weights
 
-GROUP = 64  # samples generated at once
+GROUP = 64  # samples generated at a time
+GPT2_PADDED_VOCAB_SIZE = 50304  # as nanoGPT rounds GPT-2's up
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn."""
+    """How the next token is chosen."""
 
-    temperature: float = 0.8  # 0: always the likeliest
-    top_k: int | None = 200  # of the k likeliest only
-    top_p: float | None = None  # of the likeliest that together have this probability
+    temperature: float = 0.8  # 0: always the most likely token
+    top_k: int | None = 200  # only from the k most likely tokens
+    top_p: float | None = None  # only from the most likely tokens that together have this probability
     seed: int = 1337
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model, and where it comes from."""
+class OpenedModel:
+    """A model and the run it comes from."""
 
     model: GPT
     config: TrainConfig
-    run: Path  # its run's folder
-    data_folder: Path | None  # where its data was
+    run: Path  # the run's folder
+    data_folder: Path | None  # where the training data was
 
 
-def open_model(path: Path, device: torch.device | str = "cpu") -> Opened:
-    """The model in a run's best or last checkpoint, or in the checkpoint named; nanoGPT's too."""
+def open_model(path: Path, device: torch.device | str = "cpu") -> OpenedModel:
+    """The model in a run's best or last checkpoint, or in the given checkpoint, oomph's or nanoGPT's."""
     if path.is_dir():
         named = [path / checkpoint.BEST] if (path / checkpoint.BEST).is_file() else checkpoint.saved(path)[-1:]
         if not named:
@@ -52,18 +55,49 @@ def open_model(path: Path, device: torch.device | str = "cpu") -> Opened:
     model = GPT(config)
     load_weights(model, content["model"], str(path))
     data = (content.get("oomph") or {}).get("data_folder")
-    return Opened(model.to(device).eval(), config, checkpoint.run_of(path), Path(data) if data else None)
+    return OpenedModel(model.to(device).eval(), config, checkpoint.run_of(path), Path(data) if data else None)
 
 
 def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, TrainConfig]:
-    """The model of a run or a checkpoint, and its config."""
+    """The model of a run or checkpoint, and its config."""
     opened = open_model(path, device)
     return opened.model, opened.config
 
 
+def tokenizer_of_run(
+    run: Path, dataset: str, vocab_size: int, tokenizer_dir: Path | None = None, data_folder: Path | None = None
+) -> Tokenizer:
+    """The tokenizer kept in a run's folder, else that of its data.
+
+    If the data is gone too, GPT-2's, as in nanoGPT's sample.py, but only for a model with GPT-2's vocabulary size.
+    """
+    kept = run / KEPT_TOKENIZER
+    if any((kept / name).is_file() for name in (MANIFEST, META_PICKLE)):
+        return tokenizer_of(kept, tokenizer_dir, vocab_size)
+    try:
+        folder = find_dataset(dataset, (Path(), run, run.parent, run.parent.parent))
+    except InputError:
+        if data_folder is not None and data_folder.is_dir():
+            return tokenizer_of(data_folder, tokenizer_dir, vocab_size)
+        if not GPT2_VOCAB_SIZE <= vocab_size <= GPT2_PADDED_VOCAB_SIZE:
+            raise InputError(
+                Problem(
+                    str(run),
+                    "unknown tokenizer: the run's folder has none, and its data is not here",
+                    found=f"dataset {dataset!r}, vocab_size = {vocab_size}",
+                    allowed="--dataset FOLDER with the data it was trained on",
+                )
+            ) from None
+        return Gpt2Tokenizer(tokenizer_dir)
+    return tokenizer_of(folder, tokenizer_dir, vocab_size)
+
+
 class Context:
-    """The tokens so far. Up to the block size each new one costs one token's work; beyond it the window slides, and
-    since positions are learned all of it is computed anew, as nanoGPT does from the start."""
+    """The tokens so far.
+
+    Up to the block size, each new token costs one token's work. Beyond it the window slides, and since positions are
+    learned the whole window is computed again, as nanoGPT does from the start.
+    """
 
     def __init__(self, model: GPT, tokens: Tensor, use_cache: bool = True) -> None:
         self.model, self.tokens, self.use_cache = model, tokens, use_cache
@@ -75,7 +109,7 @@ class Context:
         return [KeyValues(*shape, like=self.model.lm_head.weight) for _ in range(config.n_layer)]
 
     def logits(self) -> Tensor:
-        """Logits (samples, vocabulary) of the token that comes next."""
+        """Logits (samples, vocabulary) of the next token."""
         block_size = self.model.config.block_size
         seen = self.past[0].length
         if not self.use_cache or self.tokens.size(1) > block_size:
@@ -83,7 +117,7 @@ class Context:
         return self.model.next_logits(self.tokens[:, seen:], self.past)
 
     def append(self, drawn: Tensor) -> None:
-        """Take in one token a sample."""
+        """Add one token to each sample."""
         self.tokens = torch.cat([self.tokens, drawn.unsqueeze(1)], dim=1)
 
 
@@ -113,13 +147,13 @@ def generate_groups(
     stop: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[list[list[int]]]:
-    """The same, some at a time: however many there are to be, memory holds one group."""
+    """The same in groups of `GROUP`, so that memory is bounded however many samples there are."""
     randomness = torch.Generator(model.lm_head.weight.device).manual_seed(sampling.seed)
     for first in range(0, samples, GROUP):
-        yield _together(model, prompt, count, sampling, min(GROUP, samples - first), stop, use_cache, randomness)
+        yield _generate_group(model, prompt, count, sampling, min(GROUP, samples - first), stop, use_cache, randomness)
 
 
-def _together(
+def _generate_group(
     model: GPT,
     prompt: list[int],
     count: int,
@@ -146,11 +180,11 @@ def _together(
 
 
 def draw(logits: Tensor, sampling: Sampling, randomness: torch.Generator) -> Tensor:
-    """One token a row of logits (samples, vocabulary)."""
+    """One token per row of logits (samples, vocabulary)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # so that no exponent overflows
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # avoids overflow
     if sampling.top_k is not None:
         least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
@@ -161,7 +195,7 @@ def draw(logits: Tensor, sampling: Sampling, randomness: torch.Generator) -> Ten
 
 
 def _nucleus(probabilities: Tensor, share: float) -> Tensor:
-    """Only the likeliest tokens that together reach the share; the one that crosses it stays."""
+    """Zero all but the most likely tokens that together reach `share`; the one that crosses it stays."""
     ordered, places = probabilities.sort(descending=True)
     before = ordered.cumsum(-1) - ordered
     kept = ordered.masked_fill(before >= share, 0.0)

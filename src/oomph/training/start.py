@@ -1,8 +1,18 @@
-"""Where a run begins: from nothing, or from a checkpoint, with the config and the habits that it had."""
+"""How a run starts: from scratch, or from a checkpoint with the config and options it had.
+
+What happens on `--resume`, in order:
+1. `find_start` here: which checkpoint; its config with the user's changes over it (`resumed_config`); its options.
+2. `checkpoint.load`: the file's checksum and every entry are checked before anything is built.
+3. `run.train`: the device is chosen, the folder locked, and a checkpoint newer than the one found is taken instead.
+4. `state.unpack`: weights, optimizer, data position and random numbers go into the trainer; `run._sync_files` then
+   brings metrics.jsonl and best.pt in line with the checkpoint.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +22,97 @@ from oomph.data.manifest import META_PICKLE, find_dataset
 from oomph.errors import InputError, Problem
 from oomph.training import checkpoint
 from oomph.training.folder import find_run
-from oomph.training.options import Habits, Options, habits
 from oomph.training.state import SHAPE, saved_config
 
 
 @dataclass(frozen=True)
+class Options:
+    """What the caller asks for beyond the config. None: not set, so a resumed run keeps what it had."""
+
+    resume: bool | str | os.PathLike[str] = False  # True: the run in out_dir; or a run's folder or checkpoint
+    force: bool = False  # train although the plan says that it does not fit
+    overwrite: bool = False  # start over in a folder that holds a run
+    keep: int | None = None
+    save_minutes: float | None = None
+    order: str | None = None
+    weights: str | os.PathLike[str] | None = None  # initial weights: a checkpoint, or Hugging Face's safetensors
+    tensorboard: bool | None = None
+    export: bool | None = None
+    quiet: bool = False
+    measure: bool = True  # measure the CPU, so that the plan has a time
+
+
+@dataclass(frozen=True)
+class SettledOptions:
+    """Options that stay the same for a whole run; a checkpoint holds them, and a resumed run keeps them."""
+
+    keep: int = 2  # newest checkpoints kept, besides the best
+    save_minutes: float = 15.0  # most minutes between two checkpoints
+    order: str = "random"  # of the data: "random" windows as in nanoGPT, or shuffled "epochs"
+    tensorboard: bool = False
+    export: bool = False  # write the weights for Hugging Face at the end
+    weights: str = ""  # where the initial ones came from
+
+    def to_repeat(self) -> dict[str, str]:
+        """The options, by name, that change the numbers and so are needed to repeat the run."""
+        return {name: getattr(self, name) for name in ("order", "weights") if getattr(self, name) not in ("random", "")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for a checkpoint."""
+        return asdict(self)
+
+
+def settle_options(options: Options, saved: Mapping[str, Any], resuming: bool = False) -> SettledOptions:
+    """What is asked for now, else what the checkpoint has, else the defaults. Raises `InputError` if invalid."""
+    chosen: dict[str, Any] = {}
+    for option in fields(SettledOptions):
+        said, before = getattr(options, option.name), saved.get(option.name)
+        if said is not None:
+            chosen[option.name] = os.fspath(said) if option.name == "weights" else said
+        elif type(before) is type(option.default):
+            chosen[option.name] = before
+    found = SettledOptions(**chosen)
+    problems = []
+    if found.keep < 1:
+        problems.append(Problem("--keep", "too few", found=str(found.keep), allowed="at least 1"))
+    if not found.save_minutes > 0:
+        problems.append(Problem("--save_minutes", "too few", found=str(found.save_minutes), allowed="more than 0"))
+    problems += [
+        Problem(f"--{name}", "cannot go with --resume", allowed="one of the two")
+        for name in ("overwrite", "weights")
+        if resuming and getattr(options, name)
+    ]
+    order = saved.get("order")
+    if order is not None and order != found.order:
+        what = f"cannot change in a resumed run: so far its data was read with --order {order}"
+        problems.append(Problem("--order", what, found.order, f"{order}, or --weights instead of --resume"))
+    if problems:
+        raise InputError(problems)
+    return found
+
+
+@dataclass(frozen=True)
 class Start:
-    """What a run goes on with."""
+    """What a run starts from."""
 
     loaded: LoadedConfig
-    habits: Habits
+    options: SettledOptions
     checkpoint: Path | None = None
     content: dict[str, Any] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
-    newest: bool = False  # the checkpoint is the newest of its run, and was not named itself
+    newest: bool = False  # take the newest checkpoint of the run, not a particular one
 
     @property
     def folder(self) -> Path | None:
-        """The resumed run's own."""
+        """The resumed run's folder."""
         return None if self.checkpoint is None else checkpoint.run_of(self.checkpoint)
 
-    def goes_on_in(self, folder: Path | None) -> bool:
-        """Whether that is the folder of the resumed run."""
+    def resumes_in(self, folder: Path | None) -> bool:
+        """Whether the run is resumed in its own folder."""
         return self.folder is not None and folder is not None and self.folder.resolve() == folder.resolve()
 
     def data(self, loaded: LoadedConfig) -> Path:
-        """The data's folder: where the config says, or where a resumed run had it."""
+        """The data's folder: where the config says, else where the resumed run had it."""
         try:
             return find_dataset(loaded.config.dataset, loaded.data_roots())
         except InputError:
@@ -49,30 +124,30 @@ class Start:
 
 
 def find_start(loaded: LoadedConfig, options: Options) -> Start:
-    """What the options and the config say to begin from."""
+    """What to start from, by the options and the config."""
     resume = options.resume or loaded.config.init_from == "resume"
     if not resume:
-        return Start(loaded, habits(options, {}))
-    habits(options, {}, resuming=True)  # nonsense is refused before a large file is read
+        return Start(loaded, settle_options(options, {}))
+    settle_options(options, {}, resuming=True)  # refuse invalid values before reading a large file
     asked = Path(loaded.config.out_dir if resume is True else resume)
     path = find_run(asked)
     content = checkpoint.load(path)
     merged, changes = resumed_config(path, content, loaded)
     ours = content.get("oomph", {})
-    remembered = {"order": ours.get("data", {}).get("order"), **ours.get("options", {})}
-    chosen = habits(options, remembered, resuming=True)
+    saved = {"order": ours.get("data", {}).get("order"), **ours.get("options", {})}
+    chosen = settle_options(options, saved, resuming=True)
     return Start(merged, chosen, path, content, tuple(changes), newest=not asked.is_file())
 
 
 def newest_of(start: Start) -> Path | None:
-    """The checkpoint to begin from, as the run's folder has it by now."""
+    """The checkpoint to start from, as the run's folder has it now."""
     return find_run(start.folder) if start.newest and start.folder is not None else start.checkpoint
 
 
 def resumed_config(path: Path, content: dict[str, Any], now: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
-    """The config that a run goes on with: the checkpoint's, and over it what the user says now; what changed, in words.
+    """The checkpoint's config with the user's settings over it, and a line for each changed key.
 
-    Refuses a changed shape, optimizer or seed: the weights, the state and the order of the data have the old one.
+    Refuses a changed shape, optimizer or seed, which the weights, the optimizer's state and the data order depend on.
     """
     before = saved_config(content, str(path))
     decided = set(content.get("oomph", {}).get("decided", ()))
@@ -82,7 +157,7 @@ def resumed_config(path: Path, content: dict[str, Any], now: LoadedConfig) -> tu
     problems: list[Problem] = []
     for key in KEYS:
         old, new = getattr(before.config, key), getattr(now.config, key)
-        if _says(now, key):
+        if _set_by_user(now, key):
             values[key], sources[key] = new, now.sources[key]
             if new != old and key != "out_dir":
                 changes.append(f"{key}: {old} in the checkpoint, now {new} ({now.sources[key]})")
@@ -99,8 +174,8 @@ def resumed_config(path: Path, content: dict[str, Any], now: LoadedConfig) -> tu
     return LoadedConfig(TrainConfig(**values), sources, now.notes, now.files), changes
 
 
-def _says(now: LoadedConfig, key: str) -> bool:
-    """Whether the user says it now. What only the files of some data say is no word of the user's."""
+def _set_by_user(now: LoadedConfig, key: str) -> bool:
+    """Whether the user set the key now. Values read from the data's own files do not count."""
     if key == "init_from" or not now.said(key):
         return False
     looked_up = key in ("vocab_size", "dataset_tokens") and any(
@@ -115,7 +190,7 @@ def _cannot_change(key: str, old: object, new: object, where: str, content: dict
     elif key == "optimizer" and content.get("optimizer"):
         what = f"{key} cannot change: the checkpoint holds the state of {key} = {old}"
     elif key == "seed" and content.get("oomph"):
-        what = f"{key} cannot change: the data was read in the order of {key} = {old} so far"
+        what = f"{key} cannot change: so far the data was read in the order of {key} = {old}"
     else:
         return []
     allowed = str(old) if key in SHAPE else f"{old}, or --weights instead of --resume"
@@ -123,5 +198,5 @@ def _cannot_change(key: str, old: object, new: object, where: str, content: dict
 
 
 def _in_a_run(path: Path) -> bool:
-    """Whether a checkpoint lies where a run has it, and not loose somewhere."""
+    """Whether a checkpoint is inside a run's folder."""
     return path.parent.name == checkpoint.FOLDER or path.name in (checkpoint.BEST, checkpoint.NANOGPT)

@@ -1,12 +1,14 @@
-"""What the page is told: a question's bytes in, a status and an answer's bytes out. Runs in the worker processes."""
+"""What the page is told: a question's bytes in, a status and an answer's bytes out. Computed in worker processes."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ import msgspec
 
 from oomph import config as configs
 from oomph import devices
-from oomph.config import LoadedConfig, Override
+from oomph.config import GPT2_SHAPES, LoadedConfig, Override, describe_keys
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
-from oomph.planner import Plan, plan
-from oomph.web.folders import NoSuchRunError, RunsFolder
+from oomph.planning.plan import OTHER_TRAINER, Plan, plan, without_returned_logits
+from oomph.report.plan import Summary, document, joined, summarise
 from oomph.web.questions import (
     CompareQuestion,
     ConfigQuestion,
@@ -26,32 +28,91 @@ from oomph.web.questions import (
     FitQuestion,
     PlanQuestion,
     as_overrides,
+    as_problem,
     own_device,
     pasted,
 )
-from oomph.web.words import in_words
+from oomph.web.runs import NoSuchRunError, RunsFolder
 
-OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}
 FORMATS = (".py", ".toml")
 OK, BAD_REQUEST, NOT_FOUND, FAILED = 200, 400, 404, 500
+WORTH_PACKING_BYTES = 4096
+PARTS = ("plan, asked", "plan, other")  # of a plan's answer, one a trainer: joined before they are compressed
 
 
-def answer(verb: str, body: bytes, runs_folder: str) -> tuple[int, bytes]:
+class Preset(msgspec.Struct, frozen=True):
+    """A preset and the keys it sets."""
+
+    name: str
+    config: dict[str, Any]
+
+
+class PlanPart(msgspec.Struct, frozen=True):
+    """One trainer's part of a plan's answer; plan and timeline are passed on as they are."""
+
+    plan: msgspec.Raw
+    timeline: msgspec.Raw
+    summary: Summary
+
+
+class ThisMachine(msgspec.Struct, frozen=True):
+    """This machine."""
+
+    version: str
+    gpu: Device
+    folder: str
+    measuring: bool  # whether its CPU is being measured: ask again in a few seconds
+
+
+class MarkdownReport(msgspec.Struct, frozen=True):
+    """A report to be pasted elsewhere."""
+
+    markdown: str
+
+
+class ConfigFile(msgspec.Struct, frozen=True):
+    """A config as a file."""
+
+    name: str
+    text: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A status, and the JSON that goes with it."""
+
+    status: int
+    body: bytes
+    packed: bool = False  # with gzip
+
+    def plain(self) -> bytes:
+        """The JSON itself."""
+        return gzip.decompress(self.body) if self.packed else self.body
+
+
+def pack(status: int, body: bytes) -> Answer:
+    """The answer, compressed if it is long enough to be worth it."""
+    if len(body) < WORTH_PACKING_BYTES:
+        return Answer(status, body)
+    return Answer(status, gzip.compress(body, compresslevel=1, mtime=0), packed=True)
+
+
+def answer(verb: str, body: bytes, runs_folder: str) -> Answer:
     """The answer to one question. Never raises: a fault of ours is an answer too, with a traceback on stderr."""
     try:
-        return OK, msgspec.json.encode(VERBS[verb](body, Path(runs_folder)))
+        found = msgspec.json.encode(VERBS[verb](body, Path(runs_folder)))
+        return Answer(OK, found) if verb in PARTS else pack(OK, found)
     except InputError as error:
-        return NOT_FOUND if isinstance(error, NoSuchRunError) else BAD_REQUEST, problems_json(error.problems)
+        return Answer(NOT_FOUND if isinstance(error, NoSuchRunError) else BAD_REQUEST, problems_json(error.problems))
     except msgspec.ValidationError as error:
-        return BAD_REQUEST, problems_json([in_words(str(error))])
+        return Answer(BAD_REQUEST, problems_json([as_problem(str(error))]))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return BAD_REQUEST, problems_json([Problem("body", "not JSON", found=str(error)[:200])])
+        return Answer(BAD_REQUEST, problems_json([Problem("body", "not JSON", found=str(error)[:200])]))
     except (MemoryError, RecursionError):
-        return BAD_REQUEST, problems_json([Problem("body", "too large a run to plan here")])
+        return Answer(BAD_REQUEST, problems_json([Problem("body", "too large a run to plan here")]))
     except Exception as error:
         traceback.print_exc()
         what = f"oomph failed: {type(error).__name__}: {error}"[:500]
-        return FAILED, problems_json([Problem("oomph", what)])
+        return Answer(FAILED, problems_json([Problem("oomph", what)]))
 
 
 def problems_json(problems: Any) -> bytes:
@@ -83,24 +144,8 @@ def _plan(question: PlanQuestion, run: tuple[LoadedConfig, Device], of_other: bo
     )
 
 
-def answer_plan(body: bytes, _: Path) -> Any:
-    """Both trainers' plans, the memory over a step, and the report's words."""
-    from oomph.report.summary import summarise
-    from oomph.web.timeline import timeline_of
-
-    asked, other = _plans(msgspec.json.decode(body, type=PlanQuestion))
-    return {
-        "plan": asked.to_dict(),
-        "other": other.to_dict(),
-        "timeline": timeline_of(asked),
-        "other_timeline": timeline_of(other),
-        "summary": summarise([asked, other], brief=True),
-    }
-
-
-def answer_half(body: bytes, of_other: bool) -> Any:
-    """One of the two plans, for a server that has the other made at the same time."""
-    from oomph.report.summary import summarise
+def answer_part(body: bytes, of_other: bool) -> Any:
+    """One of the two plans that `/api/plan` answers with: the trainer's asked for, or the other's."""
     from oomph.web.timeline import timeline_of
 
     question = msgspec.json.decode(body, type=PlanQuestion)
@@ -108,17 +153,32 @@ def answer_half(body: bytes, of_other: bool) -> Any:
     return {"plan": found.to_dict(), "timeline": timeline_of(found), "summary": summarise([found], brief=True)}
 
 
+def join_plans(asked: Answer, other: Answer) -> Answer:
+    """What `/api/plan` answers, from the two parts; the first problem if one has any."""
+    if failed := next((part for part in (asked, other) if part.status != OK), None):
+        return failed
+    mine, its = (msgspec.json.decode(part.body, type=PlanPart) for part in (asked, other))
+    whole = {
+        "plan": mine.plan,
+        "other": its.plan,
+        "timeline": mine.timeline,
+        "other_timeline": its.timeline,
+        "summary": joined(mine.summary, its.summary),
+    }
+    return pack(OK, msgspec.json.encode(whole))
+
+
 def answer_report(body: bytes, _: Path) -> Any:
     """The report as Markdown, to be pasted elsewhere."""
     from oomph.report.markdown import to_markdown
-    from oomph.report.summary import summarise
 
-    return {"markdown": to_markdown(summarise(_plans(msgspec.json.decode(body, type=PlanQuestion))))}
+    plans = _plans(msgspec.json.decode(body, type=PlanQuestion))
+    return MarkdownReport(to_markdown(document(plans, summarise(plans, without_returned_logits(plans[0])))))
 
 
 def answer_fit(body: bytes, _: Path) -> Any:
     """`fit --json`."""
-    from oomph.fitting import fit
+    from oomph.fitting.fit import fit
 
     question = msgspec.json.decode(body, type=FitQuestion)
     loaded, device = question.run()
@@ -138,20 +198,19 @@ def answer_config(body: bytes, __: Path) -> Any:
     from oomph.fitting.result import Fit, Option
     from oomph.fitting.space import changes_between
     from oomph.fitting.write import write_config
-    from oomph.report.summary import summarise
 
     question = msgspec.json.decode(body, type=ConfigQuestion)
     asked, _ = question.run()
     changed, device = question.run(question.changes)
     now, wanted = (plan(loaded, device, reserve_mib=question.reserve_mib) for loaded in (asked, changed))
-    verdict = summarise([wanted]).verdicts[0].text
+    verdict = summarise([wanted], brief=True).verdicts[0].text
     option = Option(verdict, changes_between(now.config, wanted.config), "same", wanted, 0.0, "", "")
     with tempfile.TemporaryDirectory(prefix="oomph-") as folder:
         own, name = _own_file(question, Path(folder))
         fit = Fit(msgspec.structs.replace(changed, files=own), now, (option,), 0, None, 1, verdict, ())
         target = Path(folder) / f"written.{question.format}"
         write_config(target, fit, option)
-        return {"name": f"{name}.{question.format}", "text": target.read_bytes().decode("utf-8-sig")}
+        return ConfigFile(f"{name}.{question.format}", target.read_bytes().decode("utf-8-sig"))
 
 
 def _own_file(question: ConfigQuestion, folder: Path) -> tuple[list[str], str]:
@@ -170,10 +229,10 @@ class _Paste(io.BytesIO):
 
 def answer_explain(body: bytes, _: Path) -> Any:
     """`explain --json`, and the report as Markdown."""
-    from oomph.report.explain_markdown import explanation_to_markdown
-    from oomph.report.explain_summary import summarise_explanation
+    from oomph.report.explain import document
+    from oomph.report.markdown import to_markdown
     from oomph.runs.explain import explain
-    from oomph.runs.reader import read
+    from oomph.runs.reading.reader import read
 
     question = msgspec.json.decode(body, type=ExplainQuestion)
     told: list[Override] = []
@@ -185,7 +244,7 @@ def answer_explain(body: bytes, _: Path) -> Any:
     told += as_overrides(question.set, "set")
     run = read(_Paste(question.text.encode("utf-8", "replace")), name="pasted text", overrides=told)
     found = explain(run, question.gpu, with_fixes=question.fixes)
-    return found.to_dict() | {"report": explanation_to_markdown(summarise_explanation(found))}
+    return found.to_dict() | {"report": to_markdown(document(found))}
 
 
 def answer_compare(body: bytes, runs_folder: Path) -> Any:
@@ -212,19 +271,25 @@ def answer_machine(_: bytes, __: Path) -> Any:
     from oomph import __version__
 
     own = own_device("cuda")
-    found = {"version": __version__, "gpu": own, "folder": os.fspath(Path.cwd())}
-    return found | {"measuring": own.kind == "cpu" and own.cpu_rates is None and devices.may_measure()}
+    unmeasured = own.kind == "cpu" and own.cpu_rates is None
+    return ThisMachine(__version__, own, os.fspath(Path.cwd()), unmeasured and devices.may_measure())
 
 
-def answer_warm(_: bytes, runs_folder: Path) -> Any:
-    """A small plan, so that everything a plan needs is loaded before anybody waits for one."""
-    return answer_plan(b'{"gpu": "RTX 4070", "set": {"n_layer": 1}}', runs_folder)
+def presets() -> list[Preset]:
+    """Every preset with the keys that it sets."""
+    return [Preset(name, shape) for name, shape in GPT2_SHAPES.items()]
+
+
+def keys() -> list[dict[str, Any]]:
+    """Every config key: enough to build a form field and to explain it."""
+    renamed = {"kind": lambda key: key.kind.__name__, "help": lambda key: key.description}
+    names = ("name", "kind", "default", "allowed", "choices", "ge", "gt", "le", "lt", "optional", "help", "whose")
+    return [{name: renamed.get(name, attrgetter(name))(key) for name in names} for key in describe_keys()]
 
 
 VERBS: dict[str, Callable[[bytes, Path], Any]] = {
-    "plan": answer_plan,
-    "plan, asked": lambda body, _: answer_half(body, of_other=False),
-    "plan, other": lambda body, _: answer_half(body, of_other=True),
+    "plan, asked": lambda body, _: answer_part(body, of_other=False),
+    "plan, other": lambda body, _: answer_part(body, of_other=True),
     "report": answer_report,
     "fit": answer_fit,
     "config": answer_config,
@@ -233,5 +298,4 @@ VERBS: dict[str, Callable[[bytes, Path], Any]] = {
     "runs": answer_runs,
     "run": answer_run,
     "machine": answer_machine,
-    "warm": answer_warm,
 }

@@ -1,4 +1,4 @@
-"""The application: which address answers what. Computing is the workers' part; this one only passes on."""
+"""The application: which address answers what. Workers compute; it passes questions and answers on."""
 
 from __future__ import annotations
 
@@ -19,48 +19,46 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from oomph import devices
 from oomph.web import events
-from oomph.web.folders import NoSuchRunError, RunsFolder
-from oomph.web.guard import Guard, refuse
-from oomph.web.halves import ask_plan
-from oomph.web.measuring import Measuring
+from oomph.web.answers import Answer, keys, presets
+from oomph.web.guard import Guard
 from oomph.web.openapi import document
-from oomph.web.pool import Pool, TooBusyError, TooLongError
-from oomph.web.replies import TooLargeError, TooSlowError, read_body, reply, takes_gzip
+from oomph.web.replies import TooLargeError, TooSlowError, read_body, refuse, reply, takes_gzip
+from oomph.web.runs import NoSuchRunError, RunsFolder
 from oomph.web.static import INDEX, Static
-from oomph.web.tables import gpus, keys, presets
-from oomph.web.worker import Answer
+from oomph.web.workers import CpuMeasurement, TooBusyError, TooLongError, WorkerDiedError, WorkerPool, ask_plan
 
 QUESTION_BYTES = 2 * 2**20
 LOG_BYTES = 8 * 2**20
 KEPT_ANSWERS = 512
 KEPT_BYTES = 64 * 2**20
-KEPT_S = 60.0  # what is on the disk may change: data, a measured ratio
+KEPT_S = 60.0  # an answer also rests on files, which may change: data, measured rates
 
 
-class Verb(msgspec.Struct, frozen=True):
-    """How a question is handled."""
+class QuestionLimits(msgspec.Struct, frozen=True):
+    """What a question may cost, and whether its answer is cached."""
 
     seconds: float
     heavy: bool = False
-    most_bytes: int = QUESTION_BYTES
-    kept: bool = True  # whether the same question has the same answer for a while
+    max_bytes: int = QUESTION_BYTES
+    cached: bool = True
 
 
 POSTS = {
-    "plan": Verb(20.0),
-    "report": Verb(20.0),
-    "config": Verb(20.0),
-    "fit": Verb(120.0, heavy=True),
-    "explain": Verb(120.0, heavy=True, most_bytes=LOG_BYTES),
-    "compare": Verb(60.0, heavy=True, kept=False),
+    "plan": QuestionLimits(20.0),
+    "report": QuestionLimits(20.0),
+    "config": QuestionLimits(20.0),
+    "fit": QuestionLimits(120.0, heavy=True),
+    "explain": QuestionLimits(120.0, heavy=True, max_bytes=LOG_BYTES),
+    "compare": QuestionLimits(60.0, heavy=True, cached=False),
 }
-LOOK = Verb(30.0, kept=False)
+LOOKUP = QuestionLimits(30.0, cached=False)
 Handler = Callable[[Request], Coroutine[Any, Any, Any]]
 
 
-class Answers:
-    """Answers kept for a while, so that a slider moved back is quick."""
+class AnswerCache:
+    """Answers kept for a minute, so that a slider moved back is quick."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, bytes], tuple[float, Answer]] = OrderedDict()
@@ -74,7 +72,7 @@ class Answers:
         return found[1]
 
     def clear(self) -> None:
-        """Forget them: what they rest on has changed."""
+        """Forget all: what they rest on has changed."""
         self._kept.clear()
         self._bytes = 0
 
@@ -91,70 +89,70 @@ class Answers:
             self._bytes -= len(key[1]) + len(found[1].body)
 
 
-class GoneError(Exception):
-    """Whoever asked has left while waiting."""
+class ClientGoneError(Exception):
+    """The client closed the connection while waiting."""
 
 
-class Flight:
-    """A question on its way, and everybody who waits for its answer. When all have left it is called back."""
+class SharedAnswer:
+    """An answer in the making and the requests that wait for it: cancelled once all of them are gone."""
 
-    def __init__(self, answer: Coroutine[Any, Any, Answer], ended: Callable[[], object]) -> None:
+    def __init__(self, answer: Coroutine[Any, Any, Answer], on_end: Callable[[], object]) -> None:
         self._task = asyncio.create_task(answer)
-        self._ended = ended
-        self._passengers = 0
-        self._over = False
+        self._on_end = on_end
+        self._waiting = 0
+        self._ended = False
 
-    async def board(self, request: Request) -> Answer:
-        """The answer. Raises `GoneError` where the asker left before it came."""
-        leaving = asyncio.create_task(_left(request))
-        self._passengers += 1
+    async def wait(self, request: Request) -> Answer:
+        """The answer. Raises `ClientGoneError` if the client disconnects first."""
+        leaving = asyncio.create_task(_disconnected(request))
+        self._waiting += 1
         try:
             await asyncio.wait({self._task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             leaving.cancel()
-            self._passengers -= 1
-            if not self._over and (self._task.done() or not self._passengers):
-                self._over = True
-                self._ended()
+            self._waiting -= 1
+            if not self._ended and (self._task.done() or not self._waiting):
+                self._ended = True
+                self._on_end()
                 self._task.cancel()
         if not self._task.done():
-            raise GoneError
+            raise ClientGoneError
         return await self._task
 
 
-async def _left(request: Request) -> None:
-    """Wait until the asker closes the connection. The body has been read: nothing else can come."""
+async def _disconnected(request: Request) -> None:
+    """Return when the client disconnects. The body has been read: nothing else can come."""
     while (await request.receive())["type"] != "http.disconnect":
         continue
 
 
 class Web:
-    """The page's server: its pool, its kept answers, its streams."""
+    """The page's server: its workers, its cached answers, its streams."""
 
     def __init__(self, runs_folder: Path, workers: int = 2) -> None:
         self.runs = RunsFolder(runs_folder)
-        self.pool = Pool(workers, str(runs_folder))
-        self.answers = Answers()
+        self.pool = WorkerPool(workers, str(runs_folder))
+        self.cache = AnswerCache()
         self.static = Static()
-        self.measuring = Measuring(self.answers.clear)
+        self.measurement = CpuMeasurement(self.cache.clear)
         self.closing = asyncio.Event()
         self._streams = 0
-        self._flying: dict[tuple[str, bytes], Flight] = {}
+        self._pending: dict[tuple[str, bytes], SharedAnswer] = {}
 
     def application(self, hosts: frozenset[str] | None, token: str | None) -> Starlette:
         """The ASGI application, guarded."""
         routes = [
             Route("/", self.page),
             Route("/static/{name:path}", self.file),
-            Route("/openapi.json", _ready(msgspec.json.encode(document()))),
-            Route("/api/presets", _ready(msgspec.json.encode(presets()))),
-            Route("/api/gpus", _ready(msgspec.json.encode(gpus()))),
-            Route("/api/keys", _ready(msgspec.json.encode(keys()))),
+            Route("/openapi.json", _constant(document())),
+            Route("/api/presets", _constant(presets())),
+            Route("/api/gpus", _constant(devices.all_devices())),
+            Route("/api/keys", _constant(keys())),
             Route("/api/machine", self.machine),
             Route("/api/runs", self._looker("runs")),
             Route("/api/runs/{name}", self._looker("run")),
             Route("/api/runs/{name}/events", self.events),
-            *(Route(f"/api/{name}", self._poster(name, verb), methods=["POST"]) for name, verb in POSTS.items()),
+            *(Route(f"/api/{name}", self._poster(name, limits), methods=["POST"]) for name, limits in POSTS.items()),
         ]
         return Starlette(
             routes=routes,
@@ -169,7 +167,7 @@ class Web:
         try:
             yield
         finally:
-            await self.measuring.close()
+            await self.measurement.close()
             await self.pool.close()
 
     async def page(self, request: Request) -> Response:
@@ -178,77 +176,82 @@ class Web:
     async def file(self, request: Request) -> Response:
         return self.static.serve(request.path_params["name"], request.headers)
 
-    def _poster(self, name: str, verb: Verb) -> Handler:
+    def _poster(self, name: str, limits: QuestionLimits) -> Handler:
         async def post(request: Request) -> Response:
             media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if media != "application/json":
                 return refuse(415, "Content-Type", "not JSON", media, "application/json")
             try:
-                body = await read_body(request, verb.most_bytes)
+                body = await read_body(request, limits.max_bytes)
             except TooLargeError:
-                return refuse(413, "body", "too large", allowed=f"at most {verb.most_bytes // 2**20} MiB")
+                return refuse(413, "body", "too large", allowed=f"at most {limits.max_bytes // 2**20} MiB")
             except TooSlowError:
                 return refuse(408, "body", "it did not arrive in time")
-            return await self._answer(name, verb, body, request)
+            return await self._answer(name, limits, body, request)
 
         return post
 
     def _looker(self, name: str) -> Handler:
         async def look(request: Request) -> Response:
-            return await self._answer(name, LOOK, request.path_params.get("name", "").encode(), request)
+            return await self._answer(name, LOOKUP, request.path_params.get("name", "").encode(), request)
 
         return look
 
     async def machine(self, request: Request) -> Response:
-        """This machine as far as it is known. A CPU that was never measured is measured now; nobody waits for it."""
+        """This machine. A CPU that was never measured is measured now, without anybody waiting for it."""
 
-        def with_standing(answer: Answer) -> Answer:
+        def with_state(answer: Answer) -> Answer:
             told = msgspec.json.decode(answer.plain())
             if told.get("measuring"):
-                self.measuring.begin()
-                told["measuring"] = self.measuring.is_under_way
+                self.measurement.start()
+                told["measuring"] = self.measurement.is_running
             return Answer(answer.status, msgspec.json.encode(told))
 
-        return await self._answer("machine", LOOK, b"", request, with_standing)
+        return await self._answer("machine", LOOKUP, b"", request, with_state)
 
     async def _answer(
-        self, name: str, verb: Verb, body: bytes, request: Request, amend: Callable[[Answer], Answer] | None = None
+        self,
+        name: str,
+        limits: QuestionLimits,
+        body: bytes,
+        request: Request,
+        amend: Callable[[Answer], Answer] | None = None,
     ) -> Response:
         key = (name, body)
-        kept = self.answers.get(key) if verb.kept else None
+        kept = self.cache.get(key) if limits.cached else None
         if kept is not None:
-            return _told(kept, request)
+            return _reply_with(kept, request)
         try:
-            answer = await self._ask(key, verb, request)
+            answer = await self._ask(key, limits, request)
         except TooBusyError:
             refusal = refuse(503, "server", "too many questions at once")
             refusal.headers["retry-after"] = "1"
             return refusal
         except TooLongError:
             return refuse(
-                400, "body", f"this takes longer than {verb.seconds:.0f} s to answer", allowed="a smaller run"
+                400, "body", f"this takes longer than {limits.seconds:.0f} s to answer", allowed="a smaller run"
             )
-        except GoneError:
-            return refuse(400, "request", "whoever asked has left")
-        except EOFError:
-            return refuse(500, "oomph", "the process that worked on this ended, perhaps for want of memory")
-        if answer.status == 200 and verb.kept:
-            self.answers.put(key, answer)
-        return _told(amend(answer) if amend else answer, request)
+        except ClientGoneError:
+            return refuse(400, "request", "the client closed the connection")
+        except WorkerDiedError:
+            return refuse(500, "oomph", "the process that worked on this ended, perhaps for lack of memory")
+        if answer.status == 200 and limits.cached:
+            self.cache.put(key, answer)
+        return _reply_with(amend(answer) if amend else answer, request)
 
-    async def _ask(self, key: tuple[str, bytes], verb: Verb, request: Request) -> Answer:
-        """Ask a worker; who asks what somebody is waiting for already waits with them."""
-        if not verb.kept:
-            return await Flight(self._work(key, verb), lambda: None).board(request)
-        if key not in self._flying:
-            ended = functools.partial(self._flying.pop, key, None)
-            self._flying[key] = Flight(self._work(key, verb), ended)
-        return await self._flying[key].board(request)
+    async def _ask(self, key: tuple[str, bytes], limits: QuestionLimits, request: Request) -> Answer:
+        """Ask a worker; the same question asked by several at once is worked on once."""
+        if not limits.cached:
+            return await SharedAnswer(self._work(key, limits), lambda: None).wait(request)
+        if key not in self._pending:
+            on_end = functools.partial(self._pending.pop, key, None)
+            self._pending[key] = SharedAnswer(self._work(key, limits), on_end)
+        return await self._pending[key].wait(request)
 
-    def _work(self, key: tuple[str, bytes], verb: Verb) -> Coroutine[Any, Any, Answer]:
+    def _work(self, key: tuple[str, bytes], limits: QuestionLimits) -> Coroutine[Any, Any, Answer]:
         if key[0] == "plan":
-            return ask_plan(self.pool, key[1], verb.seconds)
-        return self.pool.ask(*key, verb.seconds, verb.heavy)
+            return ask_plan(self.pool, key[1], limits.seconds)
+        return self.pool.ask(*key, limits.seconds, limits.heavy)
 
     async def events(self, request: Request) -> Any:
         """A run's figures as they come."""
@@ -276,8 +279,8 @@ class Web:
             self._streams -= 1
 
 
-def _told(answer: Answer, request: Request) -> Response:
-    """An answer as its asker can read it."""
+def _reply_with(answer: Answer, request: Request) -> Response:
+    """The reply with this answer, compressed if the client can read that."""
     if not answer.packed:
         return reply(answer.body, answer.status)
     if takes_gzip(request.headers.get("accept-encoding", "")):
@@ -285,22 +288,23 @@ def _told(answer: Answer, request: Request) -> Response:
     return reply(answer.plain(), answer.status, {"vary": "accept-encoding"})
 
 
-def _ready(body: bytes) -> Handler:
+def _constant(value: Any) -> Handler:
     """A reply that never changes."""
+    body = msgspec.json.encode(value)
 
-    async def tell(_: Request) -> Response:
+    async def get(_: Request) -> Response:
         return reply(body)
 
-    return tell
+    return get
 
 
 async def _fault(_: Request, error: Exception) -> Response:
-    """A fault of ours, in the form of every other error; uvicorn prints its traceback."""
+    """A fault of ours in the form of every other error; uvicorn prints its traceback."""
     return refuse(500, "oomph", f"oomph failed: {type(error).__name__}: {error}"[:500])
 
 
 async def _problem(request: Request, error: Exception) -> Response:
-    """What Starlette refuses by itself: an address that is none, a method that does not go with it."""
+    """What Starlette refuses by itself: an unknown address, a method it does not have."""
     assert isinstance(error, HTTPException)
     found = f"{request.method} {request.url.path}"
     refusal = refuse(error.status_code, "address", error.detail.lower(), found, "what /openapi.json lists")

@@ -9,8 +9,19 @@ from typing import Any
 
 import msgspec
 
-from oomph.web.folders import METRICS, PLAN, flops_per_token, open_file, read_json, result_of, state, steps_done
-from oomph.web.metrics import Clock, Figures, read_lines
+from oomph.web.runs import (
+    METRICS,
+    PLAN,
+    RESULT,
+    Clock,
+    Figures,
+    flops_per_token,
+    open_file,
+    read_json,
+    read_lines,
+    state,
+    steps_done,
+)
 
 LOOK_S = 0.5  # between looks at the file
 HEARTBEAT_S = 10.0
@@ -28,29 +39,29 @@ class Tail:
         self.flops_per_token = flops_per_token(read_json(folder / PLAN))
         self.clock = Clock()
         self._caught_up = offset == 0
-        self._standing: tuple[str, Any] | None = None
+        self._last_state: tuple[str, Any] | None = None
 
     def more(self) -> list[bytes]:
         """The events since the last look."""
         events: list[bytes] = []
-        if (begun_anew := self._size() < self.offset) or not self._caught_up:
-            self._catch_up(begun_anew)
-        if begun_anew:
+        if (restarted := self._size() < self.offset) or not self._caught_up:
+            self._catch_up(restarted)
+        if restarted:
             return [self._event("reset", {})]
         while len(events) < EVENTS_A_LOOK and (lines := self._lines()):
             found = read_lines(lines, self.clock, self.flops_per_token)
-            events.append(self._event("metrics", found.to_dict()))
-        result = result_of(self.folder)
-        standing = (state(self.folder, result), result)
-        if standing != self._standing:
-            self._standing = standing
+            events.append(self._event("metrics", found.columns()))
+        result = read_json(self.folder / RESULT)
+        now = (state(self.folder, result), result)
+        if now != self._last_state:
+            self._last_state = now
             steps = steps_done(self.folder, result, Figures())
-            events.append(self._event("state", {"state": standing[0], "result": result, "steps": steps}))
+            events.append(self._event("state", {"state": now[0], "result": result, "steps": steps}))
         return events
 
-    def _catch_up(self, begun_anew: bool) -> None:
+    def _catch_up(self, restarted: bool) -> None:
         """Bring the clock to where the reader is: the hours of a later line need those of all before it."""
-        wanted = 0 if begun_anew else self.offset
+        wanted = 0 if restarted else self.offset
         self.offset, self.clock, self._caught_up = 0, Clock(), True
         while self.offset < wanted and (lines := self._lines(wanted)):
             read_lines(lines, self.clock, None)

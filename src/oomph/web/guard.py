@@ -19,9 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from oomph.errors import Problem
-from oomph.web.answers import problems_json
-from oomph.web.replies import reply
+from oomph.web.replies import refuse, reply
 
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -104,11 +102,6 @@ class Guard:
         if any(secrets.compare_digest(each.encode(), self.token.encode()) for each in told):
             return None
         return refuse(401, "token", "needed here", allowed="the address that oomph serve printed, with its ?token=")
-
-
-def refuse(status: int, where: str, what: str, found: str | None = None, allowed: str | None = None) -> Response:
-    """A refusal in the form of every other error."""
-    return reply(problems_json([Problem(where, what, found[:200] if found else None, allowed)]), status)
 
 
 def policy_for(page: bytes) -> str:

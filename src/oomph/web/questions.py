@@ -1,7 +1,8 @@
-"""What the page asks, as types: decoded strictly, documented by their schema, turned into what the planner takes."""
+"""What the page asks, as types: decoded strictly, described by their schema, turned into what the planner takes."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,11 +12,11 @@ from oomph import config as configs
 from oomph import devices
 from oomph.config import KEYS, PRESETS, LoadedConfig, Override, Pasted, describe_keys
 from oomph.config.files import MAX_TEXT_BYTES
-from oomph.config.values import count
 from oomph.devices import Device
 from oomph.errors import InputError, Problem, nearest
-from oomph.planner import choose_device
+from oomph.planning.plan import choose_device
 from oomph.predict.cost import PRICE_CURRENCY
+from oomph.units import parse_count
 
 Setting = int | float | bool | str | None
 Settings = Annotated[dict[str, Setting], Meta(description="config keys and their values, over the config's own")]
@@ -104,7 +105,7 @@ class FitQuestion(Question, kw_only=True, forbid_unknown_fields=True):
         """The tokens as a number. Raises `InputError`."""
         if not isinstance(self.tokens, str):
             return self.tokens
-        found = count(self.tokens)
+        found = parse_count(self.tokens)
         if found is None or not 0 < found <= MAX_AMOUNT:
             raise InputError(Problem("tokens", "not a number of tokens", repr(self.tokens), "such as 3.68B or 500M"))
         return float(found)
@@ -136,7 +137,7 @@ class CompareQuestion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def own_device(kind: str) -> Device:
-    """This machine's device. Its CPU is not measured for a page that waits: what is kept from before has to do."""
+    """This machine's device. Its CPU is not measured while a page waits: only rates measured before are used."""
     return devices.calibrated(devices.detect(kind, measure=False))
 
 
@@ -157,7 +158,7 @@ def as_overrides(values: dict[str, Setting], where: str) -> list[Override]:
 
 
 def known_preset(name: str) -> str:
-    """The preset of that name; a stranger's word must never become a path."""
+    """The preset of that name; a name from outside must never become a path."""
     if name not in PRESETS:
         raise InputError(
             Problem("preset", "unknown preset", repr(name), ", ".join(PRESETS), nearest=nearest(name, PRESETS))
@@ -187,3 +188,42 @@ def looks_like_toml(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return any(value is True or value is False for value in content.values())
+
+
+_TYPE_NAMES = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+    "object": "an object",
+    "array": "a list",
+}
+_TYPE = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
+_SIZE = re.compile(r"Expected `(str|array)` of length (<=|>=) (\d+)")
+_RANGE = re.compile(r"Expected `(?:int|float)` (<=|>=|<|>) (\S+)")
+_FIELD = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
+_SIGNS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}
+_UNITS = {"str": "characters", "array": "entries"}
+
+
+def as_problem(message: str) -> Problem:
+    """A message of msgspec, such as "Expected `float`, got `str` - at `$.hours`", in a person's words."""
+    what, _, place = message.partition(" - at ")
+    where = place.strip("`").removeprefix("$").strip(".").replace("[...]", "") or "body"
+    if found := _TYPE.fullmatch(what):
+        return Problem(where, "is of another kind", _type_names(found[2]), _type_names(found[1]))
+    if found := _SIZE.fullmatch(what):
+        wrong = "is too long" if found[2] == "<=" else "is too short"
+        return Problem(where, wrong, allowed=f"{_SIGNS[found[2]]} {int(found[3]):,} {_UNITS[found[1]]}")
+    if found := _RANGE.fullmatch(what):
+        return Problem(where, "is out of range", allowed=f"{_SIGNS[found[1]]} {found[2]}")
+    if found := _FIELD.fullmatch(what):
+        inside = "" if where == "body" else f"{where}."
+        wrong = "is no field here" if found[1].startswith("contains") else "is missing"
+        return Problem(f"{inside}{found[2][:100]}", wrong)
+    return Problem(where, what[:300])
+
+
+def _type_names(kinds: str) -> str:
+    return " or ".join(_TYPE_NAMES.get(kind, kind) for kind in kinds.split(" | "))

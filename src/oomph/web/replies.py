@@ -1,4 +1,4 @@
-"""Replies, and reading a request's body within its limits."""
+"""Replies and refusals, and reading a request's body within its limits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ from collections.abc import Mapping
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-BODY_SECONDS = 30.0  # a body that trickles in more slowly is not waited for
+from oomph.errors import Problem
+from oomph.web.answers import problems_json
+
+BODY_SECONDS = 30.0  # for a whole body to arrive
 
 
 def reply(
     body: bytes, status: int = 200, headers: Mapping[str, str] | None = None, media: str = "application/json"
 ) -> Response:
-    """A reply of bytes that are ready."""
+    """A reply with this body."""
     return Response(body, status, {"content-type": media, **(headers or {})})
 
 
+def refuse(status: int, where: str, what: str, found: str | None = None, allowed: str | None = None) -> Response:
+    """A refusal in the form of every other error."""
+    return reply(problems_json([Problem(where, what, found[:200] if found else None, allowed)]), status)
+
+
 def takes_gzip(accepted: str) -> bool:
-    """Whether an Accept-Encoding header allows gzip: named, and not with a weight of nothing."""
+    """Whether an Accept-Encoding header accepts gzip with q > 0."""
     for part in accepted.split(","):
         name, _, weight = part.replace(" ", "").lower().partition(";q=")
         if name == "gzip":
@@ -28,24 +36,24 @@ def takes_gzip(accepted: str) -> bool:
 
 
 class TooLargeError(Exception):
-    """The body is larger than what is taken."""
+    """The body is larger than its limit."""
 
 
 class TooSlowError(Exception):
-    """The body did not come in time, or not whole."""
+    """The body did not arrive in time, or not whole."""
 
 
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The whole body. Raises `TooLargeError` before reading more than that, or `TooSlowError`."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises `TooLargeError` before reading more than `max_bytes`, or `TooSlowError`."""
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > most_bytes:
+    if declared.isdigit() and int(declared) > max_bytes:
         raise TooLargeError
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size > most_bytes:
+                if size > max_bytes:
                     raise TooLargeError
                 parts.append(part)
     except (TimeoutError, ClientDisconnect):

@@ -11,16 +11,18 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oomph.errors import InputError, Problem
 from oomph.web.app import Web
-from oomph.web.prompt import PromptProtocol
 
 DEFAULT_PORT = 8642
-MAX_CONNECTIONS = 512  # open at once; more are turned away
+MAX_CONNECTIONS = 512  # open at once; further ones are refused
+HEADER_SECONDS = 10.0  # for a request's head to arrive; uvicorn's own limits begin after the first answer
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -40,7 +42,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which tells the open streams when it is asked to end."""
+    """uvicorn, which closes open streams when asked to end."""
 
     def __init__(self, config: uvicorn.Config, web: Web, on_start: Callable[[], None]) -> None:
         super().__init__(config)
@@ -54,6 +56,45 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._web.closing.set()
         super().handle_exit(sig, frame)
+
+
+class DeadlineProtocol(H11Protocol):
+    """uvicorn's HTTP protocol; connections without a request after `HEADER_SECONDS` are closed."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._set_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lift_deadline()
+        super().connection_lost(exc)
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a whole request has arrived that is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _set_deadline(self) -> None:
+        if self._is_answering:
+            self._lift_deadline()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self._close)
+
+    def _lift_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _close(self) -> None:
+        self._deadline = None
+        if not self._is_answering and not self.transport.is_closing():
+            self.transport.close()
 
 
 def is_loopback(host: str) -> bool:
@@ -107,7 +148,7 @@ async def _run(
     hosts = LOOPBACK_NAMES | {address.host.lower()} if address.token is None else None
     config = uvicorn.Config(
         web.application(hosts, address.token),
-        http=PromptProtocol,
+        http=DeadlineProtocol,
         log_level="warning",
         access_log=False,
         server_header=False,

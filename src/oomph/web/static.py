@@ -11,8 +11,8 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from oomph.web.guard import policy_for, refuse
-from oomph.web.replies import reply, takes_gzip
+from oomph.web.guard import policy_for
+from oomph.web.replies import refuse, reply, takes_gzip
 
 TYPES = {
     ".html": "text/html; charset=utf-8",

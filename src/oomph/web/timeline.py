@@ -1,12 +1,14 @@
-"""One step's memory over time, small enough to send: a few hundred points, and who holds the peak."""
+"""One step's memory over time, small enough to send: a few hundred points, and what is alive at the peak."""
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
-from oomph.planner import Plan
+import msgspec
+
+from oomph.planning.plan import Plan
 from oomph.predict.memory import CUDA_ROUNDING_BYTES, Peak
 from oomph.report.timeline import step_with
 from oomph.step.ops import Kind, Op, Step
@@ -17,40 +19,71 @@ HOLDERS = 12
 _LAYER = re.compile(r"\bh\.\d+\.")
 
 
-def timeline_of(plan: Plan) -> dict[str, Any]:
-    """The step in which the peak lies: of operations too close to tell apart the fullest."""
-    return _drawn(plan.steps, plan.memory.peak, 1 if plan.device.kind == "cpu" else CUDA_ROUNDING_BYTES)
+class PeakHolder(msgspec.Struct, frozen=True):
+    """A buffer alive at the peak, or the same one of every layer."""
+
+    name: str
+    mib: float
+    count: int
+
+
+class TimelinePeak(msgspec.Struct, frozen=True):
+    """The operation at which most is allocated."""
+
+    index: int
+    bytes: int
+    op: str
+    at: str
+    holders: list[PeakHolder]
+
+
+class TimelinePhase(msgspec.Struct, frozen=True):
+    """A part of the step, from one operation to another."""
+
+    name: str
+    start: int
+    end: int
+
+
+class StepTimeline(msgspec.Struct, frozen=True):
+    """The memory over one step. Of operations too close to tell apart it has the fullest."""
+
+    points: list[tuple[int, int]]  # an operation, and the bytes allocated while it runs
+    ops: list[str]  # the operation at each point
+    kinds: dict[str, list[int]]  # bytes at each point by kind of buffer
+    peak: TimelinePeak
+    phases: list[TimelinePhase]
+    length: int  # operations of the step
+
+
+def timeline_of(plan: Plan) -> StepTimeline:
+    """The memory over the step that has the peak."""
+    return _timeline(plan.steps, plan.memory.peak, 1 if plan.device.kind == "cpu" else CUDA_ROUNDING_BYTES)
 
 
 @lru_cache(maxsize=4)  # another card or price changes nothing of it
-def _drawn(steps: tuple[Step, ...], peak: Peak, rounding: int) -> dict[str, Any]:
+def _timeline(steps: tuple[Step, ...], peak: Peak, rounding: int) -> StepTimeline:
     step = step_with(peak, steps)
     points = _points(step, rounding)
     before, index = 0, 0
     phases = []
     for section in step.sections:
-        phases.append({"name": section.name, "start": before, "end": before + len(section.ops)})
+        phases.append(TimelinePhase(section.name, before, before + len(section.ops)))
         if section is peak.section:
             index = before + next(at for at, op in enumerate(section.ops) if op is peak.op)
         before += len(section.ops)
-    kinds = {kind: [sizes[at] for _, _, _, sizes in points] for at, kind in enumerate(Kind)}
-    return {
-        "points": [[at, total] for at, total, _, _ in points],
-        "ops": [f"{op.phase.value}: {op.name}" for _, _, op, _ in points],
-        "kinds": {kind.value: column for kind, column in kinds.items() if any(column)},
-        "peak": {
-            "index": index,
-            "bytes": peak.allocated_bytes,
-            "op": peak.op.name,
-            "at": peak.at,
-            "holders": holders(peak),
-        },
-        "phases": phases,
-        "length": before,
-    }
+    kinds = {kind: [point.kinds[at] for point in points] for at, kind in enumerate(Kind)}
+    return StepTimeline(
+        points=[(point.at, point.total) for point in points],
+        ops=[f"{point.op.phase.value}: {point.op.name}" for point in points],
+        kinds={kind.value: column for kind, column in kinds.items() if any(column)},
+        peak=TimelinePeak(index, peak.allocated_bytes, peak.op.name, peak.at, holders(peak)),
+        phases=phases,
+        length=before,
+    )
 
 
-def holders(peak: Peak) -> list[dict[str, Any]]:
+def holders(peak: Peak) -> list[PeakHolder]:
     """What is alive at the peak, the same buffer of every layer taken together, the largest first."""
     sizes: dict[str, tuple[int, int]] = {}
     for buffer in peak.live:
@@ -58,13 +91,17 @@ def holders(peak: Peak) -> list[dict[str, Any]]:
         size, count = sizes.get(name, (0, 0))
         sizes[name] = (size + buffer.bytes, count + 1)
     largest = sorted(sizes.items(), key=lambda item: -item[1][0])[:HOLDERS]
-    return [{"name": name, "mib": mib(size), "count": count} for name, (size, count) in largest]
+    return [PeakHolder(name, mib(size), count) for name, (size, count) in largest]
 
 
-Point = tuple[int, int, Op, list[int]]  # operation, bytes after rounding, the operation, bytes of each kind
+class _Point(NamedTuple):
+    at: int  # which operation of the step
+    total: int  # bytes, each buffer rounded up
+    op: Op
+    kinds: list[int]  # bytes of each kind, in the order of `Kind`
 
 
-def _points(step: Step, rounding: int) -> list[Point]:
+def _points(step: Step, rounding: int) -> list[_Point]:
     """In one pass, the fullest operation of each bucket; the first of several equal ones, as a peak is."""
     length = sum(len(section.ops) for section in step.sections)
     now = dict.fromkeys(Kind, 0)
@@ -72,7 +109,7 @@ def _points(step: Step, rounding: int) -> list[Point]:
     for buffer in step.resident:
         now[buffer.kind] += buffer.bytes
         total += -(-buffer.bytes // rounding) * rounding
-    points: list[Point] = []
+    points: list[_Point] = []
     at, bucket, fullest = 0, -1, -1
     for section in step.sections:
         for op in section.ops:
@@ -82,10 +119,10 @@ def _points(step: Step, rounding: int) -> list[Point]:
             here = at if length <= POINTS else at * POINTS // length
             if here != bucket:
                 bucket, fullest = here, total
-                points.append((at, total, op, list(now.values())))
+                points.append(_Point(at, total, op, list(now.values())))
             elif total > fullest:
                 fullest = total
-                points[-1] = (at, total, op, list(now.values()))
+                points[-1] = _Point(at, total, op, list(now.values()))
             for buffer in op.frees:
                 now[buffer.kind] -= buffer.bytes
                 total -= -(-buffer.bytes // rounding) * rounding

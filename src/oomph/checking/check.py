@@ -1,0 +1,301 @@
+"""`oomph.check`: run a few steps of a config on this machine and compare them with the plan."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from datetime import date
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from oomph import config as configs
+from oomph import devices
+from oomph.checking.launch import Job, JobDone, JobFailed, PowerWatch, StepDone, run_job
+from oomph.config import LoadedConfig
+from oomph.data.manifest import find_dataset
+from oomph.devices import Device
+from oomph.devices.cpu_rates import BUSY, torch_version
+from oomph.devices.ratios import HIGHEST, LOWEST, Ratios
+from oomph.errors import InputError, Problem
+from oomph.planning.notes import unrunnable
+from oomph.planning.plan import Config, Plan, plan, with_optimizer
+from oomph.predict import cost
+from oomph.training.errors import DoesNotFitError
+
+
+class CheckFigures(msgspec.Struct, frozen=True):
+    """Predicted or measured figures. None: not predicted, or not measurable here."""
+
+    allocated_mib: float | None = None  # peak of torch's tensors
+    reserved_mib: float | None = None  # peak of CUDA's caching allocator
+    process_mib: float | None = None  # the whole process, as nvidia-smi or the operating system shows it
+    step_ms: float | None = None  # an optimizer step
+    first_step_s: float | None = None  # the first step, which compiles
+    watts: float | None = None  # of the card
+
+    def nested(self) -> dict[str, dict[str, float]]:
+        """As in the JSON: grouped into memory, time and power, without unknown figures."""
+        groups = {
+            "memory": {"allocated_mib": self.allocated_mib, "reserved_mib": self.reserved_mib}
+            | {"process_mib": self.process_mib},
+            "time": {"step_ms": self.step_ms, "first_step_s": self.first_step_s},
+            "power": {"watts": self.watts},
+        }
+        return {name: {key: v for key, v in group.items() if v is not None} for name, group in groups.items()}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """What `oomph.check` returns. `to_dict` is the documented JSON."""
+
+    plan: Plan  # without saved ratios
+    predicted: CheckFigures
+    measured: CheckFigures
+    steps_ms: tuple[float, ...]  # of the steps after the first
+    micro_steps: int  # run in each step
+    data: str  # what the steps read
+    how: str  # how allocated memory was measured
+    waited: float = 0.0  # share of the timed steps in which other programs used the CPU
+    failure: str | None = None  # why its steps did not finish
+    out_of_memory: bool = False
+    notes: tuple[str, ...] = ()
+    ratios: Ratios | None = None  # what --save keeps; None if nothing is worth keeping
+
+    @property
+    def error(self) -> CheckFigures:
+        """The relative error of each prediction: +0.1 is ten percent too high."""
+        pairs = {
+            name: (getattr(self.predicted, name), getattr(self.measured, name))
+            for name in CheckFigures.__struct_fields__
+        }
+        return CheckFigures(**{name: said / was - 1 if said and was else None for name, (said, was) in pairs.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        config = self.plan.config
+        return {
+            "config": msgspec.to_builtins(config) | {"sources": dict(self.plan.loaded.sources)},
+            "device": msgspec.to_builtins(self.plan.device),
+            "outcome": "out of memory" if self.out_of_memory else "failed" if self.failure else "measured",
+            **({"reason": self.failure} if self.failure else {}),
+            "predicted": self.predicted.nested(),
+            "measured": self.measured.nested(),
+            "error": self.error.nested(),
+            "steps_ms": list(self.steps_ms),
+            "micro_steps": self.micro_steps,
+            "data": self.data,
+            "allocated_by": self.how,
+            "waited": self.waited,
+            **({"ratios": msgspec.to_builtins(self.ratios)} if self.ratios else {}),
+            "notes": list(self.notes),
+        }
+
+
+STEPS = 5  # timed, after the first
+CPU_MICRO_STEPS = 2  # the first and a later one: on a CPU all of them could take minutes
+RECORDED_STEPS = 1  # after the first, which allocates the optimizer's state
+
+Tell = Callable[[str], None]
+
+
+def check(config: Config = None, *, steps: int = STEPS, force: bool = False, tell: Tell | None = None) -> Check:
+    """Run a first and then `steps` optimizer steps of `config` on this machine; compare them with the plan.
+
+    `config` is what `oomph.plan` takes; its `device` is where it runs. Raises `DoesNotFitError` if the plan says that
+    it does not fit, unless `force`, and `InputError` if the input is wrong. A run that fails or runs out of memory is
+    a result. `tell` gets short progress messages. Needs torch.
+    """
+    loaded, device = _settle(configs.as_loaded(config), steps)
+    planned = plan(loaded, device)
+    if problems := unrunnable(planned.loaded, device.kind == "cpu"):
+        raise InputError(problems)
+    if planned.memory.fits is False and not force:
+        need, room = (f"{size:,.0f} MiB" for size in (planned.memory.total_mib, planned.memory.capacity_mib or 0.0))
+        raise DoesNotFitError(f"the plan says that this run does not fit: it needs {need} of {room}")
+    return _Checking(planned, steps, tell or (lambda _: None)).run()
+
+
+def _settle(loaded: LoadedConfig, steps: int) -> tuple[LoadedConfig, Device]:
+    """The config as it runs here, and the device it runs on."""
+    if find_spec("torch") is None:
+        raise InputError(Problem("oomph check", "needs torch; try: pip install 'oomph[train]'"))
+    problems = _invalid(loaded, steps)
+    if problems:
+        raise InputError(problems)
+    device = devices.detect(loaded.config.device)
+    if device.kind not in ("cpu", "cuda") or (device.kind == "cpu" and _asked_for_a_gpu(loaded)):
+        found = f"this machine's {device.name}"
+        raise InputError(
+            Problem(_where(loaded, "device"), "this device is not available", found=found, allowed="--device=cpu")
+        )
+    version = (torch_version() or "").partition("+")[0].partition("a")[0].partition("rc")[0]
+    if not loaded.said("torch_version") and version[:1].isdigit():
+        config = replace(loaded.config, torch_version=version)
+        loaded = replace(loaded, config=config, sources=loaded.sources | {"torch_version": "default: what runs here"})
+    return loaded, device
+
+
+def _asked_for_a_gpu(loaded: LoadedConfig) -> bool:
+    return loaded.said("device") and loaded.config.device.partition(":")[0] != "cpu"
+
+
+def _where(loaded: LoadedConfig, key: str) -> str:
+    return loaded.sources[key] if loaded.said(key) else key
+
+
+def _invalid(loaded: LoadedConfig, steps: int) -> list[Problem]:
+    config, problems = loaded.config, []
+    if steps < 1:
+        problems.append(Problem("--steps", "too few", found=str(steps), allowed="at least 1"))
+    if config.eval_only:
+        problems.append(
+            Problem(_where(loaded, "eval_only"), "without training steps there is nothing to check", allowed="False")
+        )
+    if config.world_size > 1:
+        what = "a check runs on one device"
+        problems.append(
+            Problem(_where(loaded, "world_size"), what, found=str(config.world_size), allowed="--world_size=1")
+        )
+    return problems
+
+
+class _Checking:
+    """One check in progress."""
+
+    def __init__(self, planned: Plan, steps: int, tell: Tell) -> None:
+        self.plan, self.config, self.steps, self.tell = planned, planned.config, steps, tell
+        self.on_cpu = planned.device.kind == "cpu"
+        whole = self.config.gradient_accumulation_steps
+        self.micro_steps = min(whole, CPU_MICRO_STEPS) if self.on_cpu else whole
+        self.data = _data_folder(planned.loaded)
+        self.stepped: list[StepDone] = []
+
+    def run(self) -> Check:
+        with PowerWatch() as power:
+
+            def note(done: StepDone) -> None:
+                self.stepped.append(done)
+                if done.step == 0:
+                    power.restart()
+                self.tell(f"step {done.step} of {self.steps}: {1e3 * self._seconds(done):,.0f} ms")
+
+            self.tell("starting torch")
+            ended = run_job(self._job(self.steps, allocations=False), note, power.follow)
+            watts = power.watts()
+        allocated_mib = None
+        if isinstance(ended, JobDone):
+            allocated_mib = ended.allocated_mib
+            if self.on_cpu:
+                recorded = self._record_allocations()
+                allocated_mib = recorded.allocated_mib if isinstance(recorded, JobDone) else None
+                ended = recorded if isinstance(recorded, JobFailed) else ended
+        return self._result(ended, allocated_mib, watts)
+
+    def _record_allocations(self) -> JobDone | JobFailed:
+        self.tell("running again to record every allocation")
+        return run_job(self._job(RECORDED_STEPS, allocations=True), lambda _: None, lambda _: None)
+
+    def _job(self, steps: int, allocations: bool) -> Job:
+        device = "cpu" if self.on_cpu else self.config.device
+        return Job(self.config, device, steps, self.micro_steps, allocations, self.data)
+
+    def _seconds(self, done: StepDone) -> float:
+        """Seconds of a whole step: micro-steps that were not run count as the later ones that were."""
+        ran, whole = self.micro_steps, self.config.gradient_accumulation_steps
+        later_s = done.rest_s / (ran - 1) * (whole - 1) if ran > 1 else 0.0
+        return done.first_s + later_s + done.end_s
+
+    def _first_step_s(self) -> float | None:
+        """The predicted first step with its compiling, in seconds; None without compiling."""
+        time = self.plan.time
+        return None if time is None or not time.compile_s else time.compile_s + time.step_ms / 1e3
+
+    def _waited(self) -> float:
+        """The share of the timed steps in which other programs used the CPU."""
+        timed = self.stepped[1:]
+        whole_s = sum(done.first_s + done.rest_s + done.end_s for done in timed)
+        return sum(done.waited_s for done in timed) / whole_s if whole_s else 0.0
+
+    def _result(self, ended: JobDone | JobFailed, allocated_mib: float | None, watts: float | None) -> Check:
+        seconds = [self._seconds(done) for done in self.stepped]
+        memory = self.plan.memory
+        predicted = CheckFigures(
+            allocated_mib=memory.allocated_mib,
+            reserved_mib=None if self.on_cpu else memory.reserved_mib,
+            process_mib=memory.total_mib,
+            step_ms=self.plan.time.step_ms if self.plan.time else None,
+            first_step_s=self._first_step_s(),
+            watts=cost.drawn_watts(self.plan.device),
+        )
+        done = ended if isinstance(ended, JobDone) else None
+        measured = CheckFigures(
+            allocated_mib=allocated_mib,
+            reserved_mib=done.reserved_mib if done else None,
+            process_mib=done.process_mib if done else None,
+            step_ms=1e3 * statistics.median(seconds[1:]) if len(seconds) > 1 else None,
+            first_step_s=seconds[0] if seconds else None,
+            watts=watts,
+        )
+        return Check(
+            plan=self.plan,
+            predicted=predicted,
+            measured=measured,
+            steps_ms=tuple(1e3 * s for s in seconds[1:]),
+            micro_steps=self.micro_steps,
+            data=self.data or f"random tokens: there is no data/{self.config.dataset}",
+            how="torch's profiler, every CPU allocation" if self.on_cpu else "torch.cuda.max_memory_allocated",
+            failure=ended.reason if isinstance(ended, JobFailed) else None,
+            out_of_memory=isinstance(ended, JobFailed) and ended.out_of_memory,
+            waited=self._waited(),
+            notes=tuple(self._notes(ended)),
+            ratios=self._ratios(predicted, measured) if done and self._waited() <= BUSY else None,
+        )
+
+    def _notes(self, ended: JobDone | JobFailed) -> list[str]:
+        notes = list(self.plan.notes)
+        whole = self.config.gradient_accumulation_steps
+        if self.micro_steps < whole:
+            notes.append(
+                f"{self.micro_steps} of {whole} micro-steps per step were run; the rest count as the last of them"
+            )
+        if self._waited() > BUSY:
+            notes.append(
+                f"Other programs used the CPU for {100 * self._waited():.0f} % of the time: "
+                "the measured times are unreliable and are not saved"
+            )
+        if self.on_cpu:
+            notes.append("Power is measured on NVIDIA cards only")
+        if isinstance(ended, JobFailed) and self.config.compile and not ended.out_of_memory:
+            notes.append("--compile=False runs without a compiler")
+        return notes
+
+    def _ratios(self, predicted: CheckFigures, measured: CheckFigures) -> Ratios | None:
+        """Measured over predicted, for later plans on this device."""
+        ratio = measured.step_ms / predicted.step_ms if measured.step_ms and predicted.step_ms else None
+        tensors = predicted.allocated_mib if self.on_cpu else predicted.reserved_mib
+        beside_mib = measured.process_mib - tensors if measured.process_mib and tensors else None
+        if beside_mib is not None:  # what the optimizer imports differs between programs
+            device = self.plan.device
+            beside_mib -= with_optimizer(device, self.config).context_mib - device.context_mib
+        if ratio is not None and not LOWEST <= ratio <= HIGHEST:
+            ratio = None  # something other than the device slowed the steps, or the prediction is wrong
+        if ratio is beside_mib is measured.watts is None:
+            return None
+        how = "compiled" if self.config.compile else "eager"
+        return Ratios(
+            date=date.today().isoformat(),
+            of=f"{self.plan.program}, {self.config.n_layer} layers × {self.config.n_embd}, {how}, {self.config.dtype}",
+            torch=self.config.torch_version,
+            time=ratio,
+            context_mib=max(0.0, beside_mib) if beside_mib is not None else None,
+            watts=measured.watts,
+        )
+
+
+def _data_folder(loaded: LoadedConfig) -> str | None:
+    try:
+        return str(find_dataset(loaded.config.dataset, loaded.data_roots()).resolve())
+    except InputError:
+        return None

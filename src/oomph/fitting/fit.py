@@ -1,0 +1,351 @@
+"""`fit`: the best setting that fits the card, at the same effective batch, and what every other option would buy."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from oomph import config as configs
+from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.schema import MANY_STEPS
+from oomph.devices import Device
+from oomph.errors import InputError, Problem
+from oomph.fitting import verdict
+from oomph.fitting.estimate import replace
+from oomph.fitting.propose import grow, propose
+from oomph.fitting.result import KINDS, Fidelity, Fit, Option, Value
+from oomph.fitting.search import Searcher, boundary, is_evaluating, is_late, is_safe
+from oomph.fitting.space import (
+    ARITHMETIC,
+    HEAD_SIZE,
+    SAME,
+    Row,
+    TrainingProgram,
+    asked_of,
+    batches,
+    changes_between,
+    different_rows,
+    ladders,
+    nearly_rows,
+    programs,
+    resized,
+    same_rows,
+    shallower,
+    variant,
+    with_changes,
+)
+from oomph.planning.plan import Plan, choose_device, gc_paused, tokens_per_step
+
+NEARLY_AS_FAST = 0.05  # the safest option gives up at most this share of the best one's speed
+SMALL_BATCHES = 4  # micro-batches, the smallest, that a smaller model is searched with
+WORTH_A_CHANGE = 0.01  # a setting that fits as it is is left alone for less than this
+
+
+def fit(
+    config: LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    device: Device | str | None = None,
+    *,
+    reserve_mib: float = 0.0,
+    tokens: float | None = None,
+    hours: float | None = None,
+    largest: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """The settings with which `config` trains on `device`, ranked, each simulated in full.
+
+    `config` and `device` are as `plan` takes them. `reserve_mib` is kept free for the desktop and other programs;
+    `tokens` sets the length of the run; `hours` is the time it may take. `largest` asks for the largest model instead.
+    Where no model is given, but tokens or hours are, one is proposed. `progress` is told what is being looked at.
+    Raises `InputError` with all that is wrong.
+    """
+    loaded = configs.as_loaded(config)
+    tell = progress or (lambda _: None)
+    check_tokens(loaded, tokens)
+    searcher = Searcher(choose_device(device, loaded.config), reserve_mib)
+    with gc_paused():
+        if (tokens or hours) and not names_a_model(loaded):
+            return propose(loaded, searcher, tokens, hours, tell)
+        loaded = with_tokens(loaded, tokens)
+        return grow(loaded, searcher, hours, tell) if largest else _Fitting(loaded, searcher, hours, tell).answer()
+
+
+def names_a_model(loaded: LoadedConfig) -> bool:
+    """Whether anybody said what is to be trained: a file, a preset or a shape."""
+    return bool(loaded.files) or any(loaded.said(key) for key in ("n_layer", "n_head", "n_embd"))
+
+
+def check_tokens(loaded: LoadedConfig, tokens: float | None) -> None:
+    """Refuse a run of more steps than a config may have, and one whose length is given twice. A config's own length
+    gives way to the tokens."""
+    if tokens is None:
+        return
+    most = MANY_STEPS * tokens_per_step(loaded.config)
+    problems = []
+    if not 0 < tokens <= most:
+        problems.append(Problem("tokens", "is out of range", found=f"{tokens:g}", allowed=f"up to {most:.3g}"))
+    where = loaded.sources["max_iters"]
+    if where.startswith("--") or (loaded.said("max_iters") and not names_a_model(loaded)):
+        found = f"tokens = {tokens:g} and max_iters = {loaded.config.max_iters}"
+        problems.append(Problem("max_iters", "gives the run's length, and so do tokens", found, "one of the two"))
+    if problems:
+        raise InputError(problems)
+
+
+def with_tokens(loaded: LoadedConfig, tokens: float | None) -> LoadedConfig:
+    """The run made as long as that many tokens take, its schedule with it."""
+    check_tokens(loaded, tokens)
+    if tokens is None:
+        return loaded
+    steps = max(1, -(-int(tokens) // tokens_per_step(loaded.config)))
+    ends_together = loaded.config.lr_decay_iters == loaded.config.max_iters or not loaded.said("lr_decay_iters")
+    changes: dict[str, Value] = {"max_iters": steps}
+    return with_changes(loaded, changes | ({"lr_decay_iters": steps} if ends_together else {}))
+
+
+class _Fitting:
+    """One fit under way: the options found so far, each under the config it runs."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        searcher: Searcher,
+        hours: float | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.tell = tell
+        self.loaded = loaded
+        self.searcher = searcher
+        self.hours = hours
+        self.programs = programs(loaded, searcher.device)
+        self.asked = asked_of(self.programs, loaded)
+        self.now = searcher.plan(loaded)
+        self.found: dict[TrainConfig, Option] = {}
+        self.evaluated = 0
+
+    def answer(self) -> Fit:
+        for row in same_rows(self.programs, self.asked):
+            self.add(row)
+        fastest = {key: self.search(program) for key, program in self.programs.items()}
+        for row in nearly_rows(self.programs, self.asked, self.searcher.device.has_bf16):
+            self.add(row)
+            self.search_nearly(row)
+        for row in different_rows(self.programs[self.asked]):
+            self.add(row)
+        if not any(fastest.values()):
+            for row in nearest_rows(list(self.programs.values())[-1], self.searcher, self.tell):
+                self.add(row)
+        self.tell("what leaves more room")
+        self._make_room()
+        options = self._ranked()
+        best = self._best(options)
+        safest = self._safest(options, best)
+        options = [verdict.with_reason(option, options, best, safest, self.hours) for option in options]
+        return Fit(
+            loaded=self.loaded,
+            now=self.now,
+            options=tuple(options),
+            best=best,
+            safest=safest,
+            evaluated=self.evaluated + len(self.found),
+            verdict=verdict.verdict(self.now, options, best, self.hours),
+            why=tuple(verdict.why(self.now, options, best, safest, self.hours)),
+            hours_limit=self.hours,
+        )
+
+    def add(self, row: Row) -> None:
+        """Simulate an option and keep it, unless one that runs the same is there already."""
+        program = self.programs[row.program]
+        self.tell(f"{row.name}, {program.key}")
+        self._keep(row.name, self.searcher.plan(with_changes(program.loaded, row.changes)), row.kind, row.effect)
+
+    def _keep(self, name: str, plan: Plan, kind: Fidelity, effect: str) -> None:
+        if plan.config not in self.found:
+            changes = changes_between(self.now.config, plan.config)
+            saved_mib = self.now.memory.total_mib - plan.memory.total_mib
+            self.found[plan.config] = Option(name, changes, kind, plan, saved_mib, effect, "")
+
+    def _ranked(self) -> list[Option]:
+        return sorted(self.found.values(), key=_rank)
+
+    def search(self, program: TrainingProgram) -> bool:
+        """The fastest of a program's settings; where nothing fits, the leanest, and False."""
+        every = list(ladders(program))
+        settings = sum(each.settings for each in every)
+        self.evaluated += settings
+        self.tell(f"{settings:,} settings of {program.key}")
+        fastest = self.searcher.fastest(program.loaded, every)
+        if fastest is None:
+            wanted = program.key in with_a_leanest(self.programs, self.asked)
+            leanest = self.searcher.roomiest(program.loaded, every) if wanted else None
+            if leanest is not None:
+                self._keep("the leanest setting", leanest, "same", SAME)
+            return False
+        self._keep("the fastest that fits", fastest, "same", SAME)
+        self._keep("in time", self.searcher.in_time(program.loaded, every, fastest, self.hours), "same", SAME)
+        return True
+
+    def search_nearly(self, row: Row) -> None:
+        """What a change of the arithmetic allows at best: every batch, checkpoint and chunk searched with it."""
+        program = variant(self.programs[row.program], row.changes, self.searcher.device)
+        every = list(ladders(program))
+        settings = sum(each.settings for each in every)
+        self.evaluated += settings
+        self.tell(f"{settings:,} settings of {program.key} with {row.name}")
+        fastest = self.searcher.fastest(program.loaded, every)
+        if fastest is not None:
+            self._keep(f"{row.name}, the fastest that fits", fastest, row.kind, row.effect)
+
+    def _make_room(self) -> None:
+        """Beside the best option, those that leave more room: nearly as fast, or as fast as a sure margin allows. Where
+        the best one's program has no setting with such a margin, the other programs are asked for theirs."""
+        options = self._ranked()
+        best = self._best(options)
+        if best is None or options[best].kind == "different":
+            return
+        chosen = options[best]
+        own = self._program_behind(chosen)
+        if is_evaluating(chosen.plan):
+            soonest = self.searcher.soonest(own.loaded, ladders(own), chosen.plan)
+            self._keep("the fewest hours", soonest, chosen.kind, chosen.effect)
+        if chosen.plan.time is not None:
+            slowest_s = chosen.plan.time.step_ms / 1e3 * (1 + NEARLY_AS_FAST)
+            roomiest = self.searcher.roomiest(own.loaded, ladders(own), slowest_s)
+            if roomiest is not None:
+                self._keep("the most room", roomiest, chosen.kind, chosen.effect)
+        options = self._ranked()
+        if self._safest(options, self._best(options)) is not None or self._keep_safe(own, chosen):
+            return
+        for key, program in self.programs.items():
+            if key != program_of(chosen):
+                self._keep_safe(program, None)
+
+    def _keep_safe(self, program: TrainingProgram, like: Option | None) -> bool:
+        """The fastest setting of a program with a sure margin, of the same kind and effect; False where it has none."""
+        safe = self.searcher.fastest(program.loaded, ladders(program), safe=True)
+        if safe is not None:
+            kind, effect = (like.kind, like.effect) if like is not None else ("same", SAME)
+            self._keep("the fastest with a sure margin", safe, kind, effect)
+        return safe is not None
+
+    def _program_behind(self, option: Option) -> TrainingProgram:
+        """The program that runs the option, with what the option changes of the arithmetic."""
+        program, config = self.programs[program_of(option)], option.plan.config
+        if option.kind == "same":
+            return program
+        return variant(program, {name: getattr(config, name) for name in ARITHMETIC}, self.searcher.device)
+
+    def _best(self, options: list[Option]) -> int | None:
+        """The fastest that fits, is in time and runs under the program asked for; else the next best program, then
+        what changes the mathematics. What fits as it is stays, unless another is faster by more than a trifle."""
+        fitting = [index for index, option in enumerate(options) if option.fits]
+        if not fitting:
+            return None
+        same = [index for index in fitting if options[index].kind == "same"]  # late, it is still what was asked for
+        late = same or fitting
+        in_time = [index for index in late if not is_late(options[index].plan, self.hours)] or late
+        preferred = [self.asked, *(key for key in self.programs if key != self.asked)]
+        places = {key: place for place, key in enumerate(preferred)}
+
+        def order(index: int) -> tuple[bool, int, bool, int, float]:
+            option = options[index]
+            retries, place = option.plan.memory.retries > 0, places[program_of(option)]
+            coarser = self.now.config.autocast and not option.plan.config.autocast  # known to end at a worse loss
+            return retries, KINDS.index(option.kind), coarser, place, -(option.tokens_per_s or 0.0)
+
+        best = min(in_time, key=order)
+        unchanged = next((index for index in in_time if not options[index].changes), None)
+        if unchanged is not None and not options[unchanged].plan.memory.retries:
+            gain = (options[best].tokens_per_s or 1.0) / (options[unchanged].tokens_per_s or 1.0) - 1
+            sooner = (options[best].hours or 0.0) < (options[unchanged].hours or 0.0)  # evaluations take a larger batch
+            return best if gain > WORTH_A_CHANGE and sooner else unchanged
+        return best
+
+    def _safest(self, options: list[Option], best: int | None) -> int | None:
+        """Of those of the best one's program and kind that fit even where the prediction misses: the most room among
+        those nearly as fast, else the fastest; None where there is none."""
+        if best is None:
+            return None
+        chosen = options[best]
+        enough = (chosen.tokens_per_s or 0.0) / (1 + NEARLY_AS_FAST)
+        safe = [
+            index
+            for index, option in enumerate(options)
+            if option.fits and is_safe(option.plan) and _training(option) == _training(chosen)
+        ]
+        quick = [index for index in safe if (options[index].tokens_per_s or 0.0) >= enough]
+        if quick:
+            return max(quick, key=lambda index: options[index].plan.memory.headroom_mib or 0.0)
+        return max(safe, key=lambda index: options[index].tokens_per_s or 0.0, default=None)
+
+
+def program_of(option: Option) -> str:
+    """The key of the program that runs an option."""
+    return "patched" if option.patched else option.trainer
+
+
+def _training(option: Option) -> tuple[str, ...]:
+    """What options have in common that differ in their speed and room alone."""
+    config = option.plan.config
+    return option.kind, program_of(option), *(str(getattr(config, name)) for name in ARITHMETIC)
+
+
+def with_a_leanest(found: Iterable[str], asked: str) -> list[str]:
+    """The programs of which the leanest setting is looked for where nothing fits, the one asked for first: the patched
+    one only where it was asked for, for nobody patches what does not fit even so."""
+    return [asked, *(key for key in found if key not in (asked, "patched"))]
+
+
+def _rank(option: Option) -> tuple[bool, int, float]:
+    return not option.fits, KINDS.index(option.kind), -(option.tokens_per_s or 0.0)
+
+
+def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[str], None]) -> Iterator[Row]:
+    """The deepest and the widest model that fit, each with settings of its own. `tell` is told what is being tried."""
+    base = program.settled
+    tell(f"models of fewer than {base.n_layer} layers")
+    layers, shallow = _largest(base.n_layer - 1, lambda n: shallower(base, n), program, searcher)
+    if shallow is not None:
+        effect = f"a smaller model: {layers} layers of {base.n_layer}"
+        yield Row("the deepest that fits", program.key, changes_between(base, shallow.config), "different", effect)
+    tell(f"models narrower than {base.n_embd}")
+    heads, narrow = _largest((base.n_embd - 1) // HEAD_SIZE, _wide, program, searcher)
+    if narrow is not None:
+        effect = f"a smaller model: width {heads * HEAD_SIZE} of {base.n_embd}"
+        yield Row("the widest that fits", program.key, changes_between(base, narrow.config), "different", effect)
+
+
+def _largest(
+    top: int, change: Callable[[int], dict[str, Value]], program: TrainingProgram, searcher: Searcher
+) -> tuple[int, Plan | None]:
+    """The largest number up to `top` whose model fits with a small micro-batch, and its plan at the fastest of those.
+
+    Memory grows with the number. Which is the last is guessed from the setting that is the leanest for the whole model;
+    those about it are searched with settings of their own.
+    """
+    leanest = searcher.roomiest(program.loaded, ladders(program))
+    if leanest is None:
+        return 0, None
+
+    def seems_to_fit(number: int) -> bool:
+        smaller = replace(leanest.config, **change(number))
+        again = min(smaller.checkpoint_layers, smaller.n_layer)
+        return searcher.seems_to_fit(replace(smaller, checkpoint_layers=again))
+
+    @cache
+    def fastest(number: int) -> Plan | None:
+        smaller = resized(program, change(number), searcher.device)
+        small = {size for size, _ in batches(smaller.settled)[-SMALL_BATCHES:]}
+        every = [each for each in ladders(smaller) if each.config.batch_size in small]
+        return searcher.fastest(smaller.loaded, every) if searcher.peak_ever_fits(every) else None
+
+    numbers = range(1, top + 1)
+    guess = bisect_left(numbers, True, key=lambda number: not seems_to_fit(number))
+    number = boundary(numbers, guess, lambda number: fastest(number) is not None)
+    return number, fastest(number) if number else None
+
+
+def _wide(heads: int) -> dict[str, Value]:
+    return {"n_embd": heads * HEAD_SIZE, "n_head": heads}

@@ -1,0 +1,75 @@
+"""Who holds the peak, in sentences, and what would take the largest part away."""
+
+from __future__ import annotations
+
+from oomph.planning.plan import Plan
+from oomph.step.ops import Kind
+from oomph.units import mib
+
+LOGITS_SHARE = 0.5  # a buffer of at least this share of the half-precision logits counts as one of their size
+
+
+def sentences(about: Plan, lean: Plan | None = None) -> list[str]:
+    """Who holds the peak and how much of it, the largest share first.
+
+    With `lean`, the same run from `without_returned_logits`, also what not returning the logits would save.
+    """
+    memory = about.memory
+    shares = {part.name: part.mib for part in memory.breakdown}
+    found = [f"peak in {memory.peak_at}: {memory.allocated_mib:,.0f} MiB allocated"]
+    facts = [
+        (shares.get(Kind.LOGITS.value, 0.0), _logits(about)),
+        (shares.get(Kind.ACTIVATIONS.value, 0.0), _layers(about)),
+    ]
+    found += [sentence for _, sentence in sorted(facts, key=lambda fact: -fact[0]) if sentence]
+    found.append(_weights(about, shares))
+    found += _without_logits(about, lean) if lean is not None else []
+    return found
+
+
+def _share(about: Plan, size_mib: float) -> str:
+    return f"{size_mib:,.0f} MiB, {100 * size_mib / about.memory.allocated_mib:.0f} %"
+
+
+def _logits(about: Plan) -> str | None:
+    """The buffers of tokens × vocabulary: how many, their names and their size; None where there are none."""
+    config = about.config
+    one_bytes = config.batch_size * config.block_size * config.vocab_size * (4 if config.dtype == "float32" else 2)
+    large = [b for b in about.memory.peak.live if b.kind is Kind.LOGITS and b.bytes >= LOGITS_SHARE * one_bytes]
+    if not large or about.traced:
+        return None
+    held = mib(sum(buffer.bytes for buffer in large))
+    names = ", ".join(dict.fromkeys(buffer.name for buffer in large))
+    tokens = f"{config.batch_size} × {config.block_size} tokens × a vocabulary of {config.vocab_size:,}"
+    count = "one buffer" if len(large) == 1 else f"{len(large)} buffers"
+    return f"{count} of the logits' size ({tokens}): {names}; {_share(about, held)}"
+
+
+def _layers(about: Plan) -> str:
+    held = mib(sum(b.bytes for b in about.memory.peak.live if b.kind in (Kind.ACTIVATIONS, Kind.ATTENTION)))
+    if about.traced:
+        return f"what the forward keeps for the backward holds {_share(about, held)}"
+    layers = about.config.n_layer
+    scores = "" if about.config.attention == "math" else "; the T × T scores of attention are never stored"
+    keep = "the layer keeps" if layers == 1 else f"the {layers} layers keep"
+    return f"{keep} {_share(about, held)}, {held / layers:,.0f} MiB each{scores}"
+
+
+def _weights(about: Plan, shares: dict[str, float]) -> str:
+    kinds = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.HALF_WEIGHTS)
+    held = sum(shares.get(kind.value, 0.0) for kind in kinds)
+    return f"weights, their half copies, gradients and optimizer state hold {_share(about, held)}"
+
+
+def _without_logits(about: Plan, other: Plan) -> list[str]:
+    """What a training step that returns only the loss would need."""
+    saved = about.memory.total_mib - other.memory.total_mib
+    if saved < 1:
+        return []
+    capacity = about.memory.capacity_mib
+    would = capacity is not None and not about.memory.fits and other.memory.total_mib <= capacity
+    fits = ", and the run would fit" if would else ""
+    return [
+        f"a training step that returns only the loss would need {other.memory.total_mib:,.0f} MiB, "
+        f"{saved:,.0f} less, with the same mathematics{fits}"
+    ]

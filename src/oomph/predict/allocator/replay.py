@@ -1,0 +1,164 @@
+"""A list of operations run through the caching allocator: what is reserved, or every event for a memory snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from oomph.predict.allocator.blocks import ALLOCATED, UNMAPPED, Block
+from oomph.predict.allocator.caching import CachingAllocator, OutOfMemoryError
+from oomph.step.ops import Buffer, Step
+from oomph.step.snapshot.write import Cause, Event, PlacedBlock, PlacedSegment, Timeline
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """The allocator's counters when the steps ended, or when a request failed."""
+
+    peak_reserved_bytes: int  # torch.cuda.max_memory_reserved: with the CUDA context, what nvidia-smi shows
+    peak_allocated_bytes: int  # torch.cuda.max_memory_allocated
+    reserved_bytes: int  # at the end
+    allocated_bytes: int  # at the end
+    retries: int  # how often the cache was emptied to serve a request (num_alloc_retries): each costs time
+    fits: bool  # False: a request failed, and the steps ended there
+
+
+def reserve(
+    steps: Step | Sequence[Step], capacity_bytes: int | None = None, expandable_segments: bool = False
+) -> Reserved:
+    """What the steps, run one after another, reserve of `capacity_bytes` (None: as much as they like)."""
+    allocator = CachingAllocator(capacity_bytes, expandable_segments)
+    fits = True
+    try:
+        _run((steps,) if isinstance(steps, Step) else steps, allocator)
+    except OutOfMemoryError:
+        fits = False
+    return Reserved(
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        reserved_bytes=allocator.reserved_bytes,
+        allocated_bytes=allocator.allocated_bytes,
+        retries=allocator.retries,
+        fits=fits,
+    )
+
+
+def _run(steps: Sequence[Step], allocator: CachingAllocator) -> None:
+    allocate, free = allocator.allocate, allocator.free
+    live: dict[Buffer, Block] = {}
+    for step in steps:
+        gone, taken = _hand_over(live, step.resident)
+        before, live = live, {}
+        for buffer in gone:
+            free(before[buffer])
+        for buffer in step.resident:
+            live[buffer] = before[taken[buffer]] if buffer in taken else allocate(buffer.bytes)
+        for section in step.sections:
+            for op in section.ops:
+                for buffer in op.allocates:
+                    live[buffer] = allocate(buffer.bytes)
+                for buffer in op.frees:
+                    free(live.pop(buffer))
+
+
+def _hand_over(live: dict[Buffer, Block], resident: Sequence[Buffer]) -> tuple[list[Buffer], dict[Buffer, Buffer]]:
+    """What happens between two steps: the buffers that are freed, and which live buffer each resident one is.
+
+    A resident buffer is a live one where it is the same object, or else has the same name and size. Live buffers that
+    the step does not list are freed, so that it begins with its resident buffers alone.
+    """
+    taken = {buffer: buffer for buffer in resident if buffer in live}
+    spare: dict[tuple[str, int], list[Buffer]] = {}
+    for buffer in live:
+        if buffer not in taken:
+            spare.setdefault((buffer.name, buffer.bytes), []).append(buffer)
+    for buffer in resident:
+        if buffer not in taken and (same := spare.get((buffer.name, buffer.bytes))):
+            taken[buffer] = same.pop(0)
+    return [buffer for left in spare.values() for buffer in left], taken
+
+
+def record(
+    steps: Step | Sequence[Step], capacity_bytes: int | None = None, expandable_segments: bool = False
+) -> Timeline:
+    """Every event of the steps run as `reserve` runs them, for a snapshot. Ends with `oom` where a request fails."""
+    recorder = _EventRecorder(capacity_bytes, expandable_segments)
+    try:
+        for step in (steps,) if isinstance(steps, Step) else steps:
+            recorder.run(step)
+    except OutOfMemoryError as full:
+        recorder.events.append(Event("oom", full.free_bytes, full.tried_bytes, recorder.cause))
+    return Timeline(tuple(recorder.events), tuple(recorder.segments()))
+
+
+class _EventRecorder(CachingAllocator):
+    """A caching allocator that records each event with the operation that caused it."""
+
+    __slots__ = ("cause", "causes", "events", "live")
+
+    def __init__(self, capacity_bytes: int | None, expandable_segments: bool) -> None:
+        super().__init__(capacity_bytes, expandable_segments)
+        self.events: list[Event] = []
+        self.cause = Cause()
+        self.live: dict[Buffer, Block] = {}
+        self.causes: dict[Buffer, Cause] = {}  # of the live buffers
+
+    def run(self, step: Step) -> None:
+        self._begin(step.resident)
+        for section in step.sections:
+            for number, op in enumerate(section.ops, start=1):
+                for buffer in op.allocates:
+                    self._serve(Cause(buffer, section, op, number))
+                for buffer in op.frees:
+                    self._release(buffer)
+
+    def _begin(self, resident: Sequence[Buffer]) -> None:
+        gone, taken = _hand_over(self.live, resident)
+        for buffer in gone:
+            self._release(buffer)
+        for buffer in resident:
+            if buffer not in taken:
+                self._serve(Cause(buffer))
+            elif (before := taken[buffer]) is not buffer:
+                self.live[buffer], self.causes[buffer] = self.live.pop(before), self.causes.pop(before)
+
+    def _serve(self, cause: Cause) -> None:
+        self.cause = cause
+        if (buffer := cause.buffer) is None:
+            return
+        block = self.live[buffer] = self.allocate(buffer.bytes)
+        self.causes[buffer] = cause
+        if block.size:
+            self.events.append(Event("alloc", block.address, buffer.bytes, cause))
+
+    def _release(self, buffer: Buffer) -> None:
+        block, cause = self.live.pop(buffer), self.causes.pop(buffer)
+        if block.size:
+            self.events.append(Event("free", block.address, buffer.bytes, cause))
+        self.free(block)
+
+    def segment_obtained(self, address: int, size_bytes: int) -> None:
+        action = "segment_map" if self.expandable_segments else "segment_alloc"
+        self.events.append(Event(action, address, size_bytes, self.cause))
+
+    def segment_released(self, address: int, size_bytes: int) -> None:
+        action = "segment_unmap" if self.expandable_segments else "segment_free"
+        self.events.append(Event(action, address, size_bytes, self.cause))
+
+    def segments(self) -> list[PlacedSegment]:
+        """What is mapped at the end: for an expandable segment, each range of pages without a gap."""
+        causes = {block.address: self.causes[buffer] for buffer, block in self.live.items() if block.size}
+        used = [block for block in self.live.values() if block.size]
+        placed: list[PlacedSegment] = []
+        for pool in (self.small, self.large):
+            blocks = [block for block in used if self.pool_of(block.size) is pool] + pool.blocks
+            heads = [block for block in blocks if block.prev is None or block.prev.key == UNMAPPED]
+            for head in sorted(heads, key=lambda block: block.address):
+                row: list[PlacedBlock] = []
+                for block in head.chain():
+                    if block.key == UNMAPPED:
+                        break
+                    cause = causes[block.address] if block.key == ALLOCATED else None
+                    row.append(PlacedBlock(block.address, block.size, cause))
+                placed.append(PlacedSegment(pool.name, self.expandable_segments, tuple(row)))
+        return placed

@@ -1,0 +1,266 @@
+"""Read a run: any mix of logs, nvidia-smi output, error messages and config files, line by line in constant memory."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from oomph.config import Override
+from oomph.errors import InputError, Problem, nearest
+from oomph.runs.reading import metrics, nanochat, nanogpt, nvidia_smi, oom, settings
+from oomph.runs.reading.builder import Builder
+from oomph.runs.run import LoggedRun, LogSource
+
+Readable = str | os.PathLike[str] | BinaryIO
+
+STDIN = "-"
+_CONFIGS = (".py", ".toml")
+_SNAPSHOTS = (".pickle", ".pkl")
+_IN_FOLDER = ("config.toml", "metrics.jsonl", "train.log", "log.txt")  # the files of a run's folder
+_GENERIC_NAMES = frozenset(("train", "log", "metrics", "output", "stdout", "nohup"))  # the folder names such a run
+_PICKLE = b"\x80"
+
+# (text, function): the function reads every line that contains the text.
+READERS = (
+    *nanogpt.READERS,
+    *nanochat.READERS,
+    *metrics.READERS,
+    *settings.READERS,
+    *nvidia_smi.READERS,
+    *oom.READERS,
+)
+
+
+def read(*sources: Readable, name: str | None = None, overrides: Sequence[Override] = ()) -> LoggedRun:
+    """The run that all `sources` together describe.
+
+    A source is a path, "-" for standard input, an open binary file, a run's folder, a config (.py, .toml) or a torch
+    memory snapshot (.pickle). `overrides` are the user's own settings. Lines that cannot be parsed are counted and
+    sampled in the result. Raises `InputError` if a source cannot be opened or an override is wrong.
+    """
+    builder = Builder(name or _name(sources))
+    problems: list[Problem] = []
+    for source in _with_folders_opened(sources):
+        try:
+            _read_source(builder, source)
+        except InputError as error:
+            problems.extend(error.problems)
+        except FileNotFoundError:
+            problems.append(_no_such_file(Path(str(source))))
+        except OSError as error:
+            problems.append(Problem(str(source), "cannot be read", error.strerror or type(error).__name__))
+    try:
+        override(builder, overrides)
+    except InputError as error:
+        problems.extend(error.problems)
+    if problems:
+        raise InputError(problems)
+    return _finish(builder)
+
+
+def read_text(text: str, name: str = "text") -> LoggedRun:
+    """The run that a pasted text describes."""
+    builder = Builder(name)
+    read_stream(builder, io.BytesIO(text.encode("utf-8", "replace")), name)
+    return _finish(builder)
+
+
+# --- lines -----------------------------------------------------------------------------------------
+
+
+def read_stream(builder: Builder, stream: BinaryIO, name: str) -> None:
+    """Read every line of a stream."""
+    builder.begin(LogSource(name))
+    splitter = LineSplitter()
+    while data := stream.read(CHUNK_BYTES):
+        for text in splitter.feed(data):
+            read_lines(builder, text)
+    for text in splitter.finish():
+        read_lines(builder, text)
+    if builder.source.cut_off:
+        builder.source.lines += 1
+
+
+def read_lines(builder: Builder, text: str) -> None:
+    """Read more lines of the current source. Every line in `text` must be whole."""
+    source = builder.source
+    lines = text.split("\n")
+    for number, line in enumerate(lines, source.lines + 1):
+        builder.line = number
+        for part in line.split("\r"):  # a progress bar prints several "lines" on one
+            if part:
+                _read_line(builder, part)
+    source.characters += len(text)
+    source.lines += len(lines) - 1
+    source.cut_off = lines[-1] != ""
+    builder.line = source.lines
+
+
+def _read_line(builder: Builder, line: str) -> None:
+    if builder.next_lines is not None and builder.next_lines(line):
+        return
+    for text, reader in READERS:
+        if text in line:
+            reader(builder, line)
+
+
+CHUNK_BYTES = 1 << 17
+LONGEST_LINE = 1 << 16  # characters; a longer line is read in pieces of this size
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)?|[@-Z\\-_])")
+
+
+class LineSplitter:
+    """Bytes to clean text in whole lines, in constant memory.
+
+    Handles Windows line ends, colour codes, UTF-16 (which PowerShell's `>` writes), binary junk and endless lines. Each
+    text ends with a newline, except the last one and the pieces of an endless line.
+    """
+
+    def __init__(self) -> None:
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._rest = ""
+
+    def feed(self, data: bytes) -> Iterator[str]:
+        """Texts that are complete with these bytes; what follows the last newline waits for the next call."""
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder(_encoding(data))(errors="replace")
+        text = self._rest + self._decoder.decode(data)
+        end = text.rfind("\n") + 1
+        self._rest = text[end:]
+        if end:
+            yield _clean(text[:end])
+        while len(self._rest) > LONGEST_LINE:
+            cut = self._rest.rfind("\r", 0, LONGEST_LINE) + 1 or LONGEST_LINE
+            piece, self._rest = self._rest[:cut], self._rest[cut:]
+            yield _clean(piece)
+
+    def finish(self) -> Iterator[str]:
+        """What is left at the end of the bytes."""
+        rest = self._rest + (self._decoder.decode(b"", True) if self._decoder is not None else "")
+        self._rest = ""
+        if rest:
+            yield _clean(rest)
+
+
+def _encoding(start: bytes) -> str:
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    if start[:64].count(0) * 3 > len(start[:64]) and b"\x00" in start[1:2]:
+        return "utf-16-le"
+    return "utf-8-sig"
+
+
+def _clean(text: str) -> str:
+    return _ESCAPE.sub("", text).replace("\r\n", "\n")
+
+
+# --- files and settings ----------------------------------------------------------------------------
+
+
+def _read_source(builder: Builder, source: Readable) -> None:
+    if not isinstance(source, str | os.PathLike):
+        read_stream(builder, source, str(getattr(source, "name", "stream")))
+        return
+    path = os.fspath(source)
+    if path == STDIN:
+        read_stream(builder, sys.stdin.buffer, "standard input")
+    elif path.endswith(_CONFIGS):
+        read_config(builder, path)
+    else:
+        with Path(path).open("rb") as stream:
+            if path.endswith(_SNAPSHOTS) or stream.peek(1)[:1] == _PICKLE:
+                _read_snapshot(builder, path)
+            else:
+                read_stream(builder, stream, path)
+
+
+def read_config(builder: Builder, path: str) -> None:
+    """Take the keys that a config file sets."""
+    from oomph.config import load
+
+    loaded = load([path])
+    builder.begin(LogSource(path))
+    for key in loaded.sources:
+        if loaded.said(key):
+            builder.setting(key, getattr(loaded.config, key), "given", loaded.sources[key])
+
+
+def _read_snapshot(builder: Builder, path: str) -> None:
+    from oomph.step.snapshot import read as snapshot
+
+    recording = snapshot.read(path)
+    builder.begin(LogSource(path))
+    builder.run.snapshots.append(recording)
+
+
+def override(builder: Builder, overrides: Sequence[Override]) -> None:
+    """Let the user's settings replace what the logs say. Raises `InputError`."""
+    from oomph.config import load
+
+    loaded = load(overrides=list(overrides))
+    for key, _, where in overrides:
+        key = key.replace("-", "_")
+        if loaded.sources[key] == where:
+            builder.setting(key, getattr(loaded.config, key), "given", where)
+
+
+def _finish(builder: Builder) -> LoggedRun:
+    run = builder.run
+    if builder.pending_val_loss is not None:  # the log ends between an evaluation and its step line
+        run.evals.append(step=(run.last_step or 0) + 1, val_loss=builder.pending_val_loss)
+    run.unreadable.sort(key=lambda entry: (entry.source, entry.line))
+    if run.steps.backward:
+        times = "once" if run.steps.backward == 1 else f"{run.steps.backward:,} times"
+        run.notes.append(f"the step count goes back {times}: the run was restarted, or two runs share the log")
+    if run.unreadable_count:
+        lines = "1 line looks" if run.unreadable_count == 1 else f"{run.unreadable_count:,} lines look"
+        run.notes.append(f"{lines} like a known format but could not be read")
+    for failure in run.ooms:
+        if failure.total_mib is not None:
+            builder.gpu(failure.gpu).torch_total_mib = failure.total_mib
+    return run
+
+
+def _name(sources: Sequence[Readable]) -> str:
+    for source in sources:
+        if isinstance(source, str | os.PathLike) and os.fspath(source) != STDIN:
+            path = Path(source)
+            if path.stem in _GENERIC_NAMES and path.parent.name:
+                return path.parent.name
+            return path.stem if path.suffix else path.name or str(path)
+    return "standard input"
+
+
+def _with_folders_opened(sources: Iterable[Readable]) -> Iterable[Readable]:
+    for source in sources:
+        if isinstance(source, str | os.PathLike) and Path(source).is_dir():
+            inside = [Path(source) / name for name in _IN_FOLDER if (Path(source) / name).is_file()]
+            if any(path.name == "metrics.jsonl" for path in inside):  # its log repeats the same figures
+                inside = [path for path in inside if path.name in ("config.toml", "metrics.jsonl")]
+            if not inside:
+                allowed = ", ".join(_IN_FOLDER)
+                raise InputError(Problem(str(source), "a folder without a run", allowed=f"a folder with {allowed}"))
+            yield from inside
+        else:
+            yield source
+
+
+def _no_such_file(path: Path) -> Problem:
+    """The problem, with the nearest name in the same folder."""
+    try:
+        beside = {entry.name: str(path.parent / entry.name) for entry in path.parent.iterdir()}
+    except OSError:
+        beside = {}
+    close = nearest(path.name, list(beside))
+    return Problem(
+        str(path),
+        "cannot be read: no such file",
+        allowed="a log, an error message, a config, a snapshot, a run's folder, or - for standard input",
+        nearest=beside[close] if close is not None else None,
+    )

@@ -1,0 +1,139 @@
+"""Attention in smaller operations, and what a checkpointed region marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from oomph.step import kernels
+from oomph.step.compile.decompose.nodes import as_dtype, as_float32, attach, constant, pointwise, recorder_of, reduction
+from oomph.step.compile.graph import How, Recorder
+from oomph.step.ops import Kind
+from oomph.step.tensor import functions as F
+from oomph.step.tensor.attention import _Sizes, _token_major, _unit
+from oomph.step.tensor.autograd import Gradients, Node
+from oomph.step.tensor.layout import (
+    Shape,
+    dense_strides_like,
+)
+from oomph.step.tensor.tensor import Tensor
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tensor | None = None) -> Tensor:
+    """A fused kernel: its output, a logsumexp, two numbers of its random state."""
+    del rate
+    recorder, s = recorder_of(q), _Sizes(q)
+    cuda, flash = recorder.cuda, kernel == "flash"
+    masks = (F.expand(mask, *q.shape[:3], k.shape[2]),) if mask is not None else ()
+
+    def called(op: str, reads: Sequence[Tensor], flops: int, spent: Sequence[int]) -> Tensor:
+        facts = {"shape": s.shape, "flops": flops, "dtype": _unit(recorder, s), "spent": spent}
+        return recorder.record(op, How.CALL, reads, (), q.dtype, kind=Kind.ATTENTION, facts=facts)
+
+    def items(call: Tensor, shapes: Sequence[tuple[Shape, str, Shape | None]]) -> list[Tensor]:
+        return [
+            recorder.record("item", How.ITEM, (call,), shape, dtype, strides, key=index, kind=Kind.ATTENTION)
+            for index, (shape, dtype, strides) in enumerate(shapes)
+        ]
+
+    def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        grad = grads[0]
+        assert grad is not None
+        shape = (s.batch, s.heads, s.tokens, s.head_size)
+        if not cuda:
+            spent: tuple[int, ...] = kernels.cpu_flash_backward_bytes(recorder.threads, s.tokens, s.half)
+        elif flash:
+            spent = kernels.flash_backward_bytes(*shape, k.shape[1])
+        else:
+            spent = kernels.efficient_backward_bytes(*shape, s.half, v.shape[3])
+        call = called("attention_backward", (grad, q, k, v, *masks, *outs), 5 * s.flops // 2, spent)
+        by_query = cuda and flash
+        like = [dense_strides_like(t.shape, t.strides) if by_query else _token_major(t.shape) for t in (q, k, v)]
+        return items(call, [(t.shape, t.dtype, strides) for t, strides in zip((q, k, v), like, strict=True)])
+
+    node = recorder.node(backward, q, k, v)
+    spent = () if cuda else (kernels.cpu_flash_bytes(recorder.threads, s.tokens, s.head_size, s.half),)
+    call = called("attention", (q, k, v, *masks), s.flops, spent)
+    rows = s.tokens if flash or not cuda else kernels.efficient_rows(s.tokens)
+    strides = _token_major(q.shape) if cuda and not flash else dense_strides_like(q.shape, q.strides)
+    state: list[Shape] = [] if not cuda else [(2,), ()] if flash else [(), ()]
+    sums = (s.batch, s.heads, rows)
+    outs = items(call, [(q.shape, q.dtype, strides), (sums, "float32", None), *((a, "int64", None) for a in state)])
+    return attach(node, outs[0].detach())
+
+
+def _softmax_slope(grad: Tensor, out: Tensor) -> Tensor:
+    grad = pointwise("mul", grad, out)
+    total = reduction("sum", grad, (*grad.shape[:-1], 1))
+    return pointwise("fma", pointwise("neg", out), total, grad)
+
+
+def softmax(scores: Tensor, dtype: str | None = None) -> Tensor:
+    """Softmax over the last dimension, in float32: maximum, exponentials, their sum."""
+    recorder = recorder_of(scores)
+    wanted = dtype or ("float32" if recorder.autocast is not None else scores.dtype)
+
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        assert grads[0] is not None
+        return [as_dtype(_softmax_slope(as_float32(grads[0]), as_float32(out)), node.dtypes[0])]
+
+    node = recorder.node(backward, scores)
+    wide = as_float32(scores)
+    row = (*scores.shape[:-1], 1)
+    powers = pointwise("exp", pointwise("sub", wide, reduction("amax", wide, row)))
+    out = as_dtype(pointwise("div", powers, reduction("sum", powers, row)), wanted)
+    return attach(node, out)
+
+
+def masked(scores: Tensor, mask: Tensor) -> Tensor:
+    """scores.masked_fill(mask, -inf)."""
+
+    def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        assert grads[0] is not None
+        return [pointwise("where", mask, grads[0], dtype=grads[0].dtype)]
+
+    node = scores.tape.node(backward, scores)
+    return attach(node, pointwise("where", mask, scores, dtype=scores.dtype))
+
+
+def _causal_bias(tape: Recorder, rows: int, columns: int) -> Tensor:
+    """Zero or minus infinity for each query and key."""
+    place = tape.record("arange", How.CONSTANT, (), (columns,), "int64", kind=Kind.INPUTS)
+    other = tape.record("arange", How.CONSTANT, (), (rows,), "int64", kind=Kind.INPUTS)
+    flags = pointwise("le", pointwise("sub", F.unsqueeze(place, 0), F.unsqueeze(other, 1)), dtype="bool")
+    flags = pointwise("and", flags, constant(flags, "full", (rows, columns), "bool"))
+    zero, least = (constant(flags, name, (), "float32") for name in ("full_0", "full_-inf"))
+    return pointwise("where", flags, zero, least, dtype="float32")
+
+
+def _biased(scores: Tensor, bias: Tensor) -> Tensor:
+    """scores + bias."""
+    return F.add(scores, bias)
+
+
+def _safe_softmax(scores: Tensor) -> Tensor:
+    """Softmax that is zero where a row has no score."""
+
+    def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        assert grads[0] is not None
+        return [_softmax_slope(grads[0], out)]
+
+    node = scores.tape.node(backward, scores)
+    row = (*scores.shape[:-1], 1)
+    powers = pointwise("exp", pointwise("sub", scores, reduction("amax", scores, row)))
+    whole = pointwise("div", powers, reduction("sum", powers, row))
+    found = pointwise("not", pointwise("eq", scores, dtype="bool"))
+    empty = pointwise("not", reduction("any", found, row))
+    zeros = constant(scores, "full", scores.shape, scores.dtype)
+    out = pointwise("where", empty, zeros, whole, dtype=scores.dtype)
+    return attach(node, out)
+
+
+def checkpoint(tape: Recorder, function: Callable[..., Tensor], *args: Tensor, random: bool = False) -> Tensor:
+    """What runs inside is marked: backward computes it again."""
+    del random
+    tape.regions += 1
+    outer, tape.region = tape.region, tape.regions
+    try:
+        return function(*args)
+    finally:
+        tape.region = outer

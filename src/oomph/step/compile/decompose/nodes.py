@@ -1,0 +1,48 @@
+"""The nodes that decompositions are written with."""
+
+from __future__ import annotations
+
+from oomph.step.compile.graph import How, Recorder
+from oomph.step.tensor import functions as F
+from oomph.step.tensor.autograd import Node
+from oomph.step.tensor.layout import (
+    HALVES,
+    Shape,
+)
+from oomph.step.tensor.tensor import Tensor
+
+
+def recorder_of(x: Tensor) -> Recorder:
+    """The program that a tensor belongs to."""
+    assert isinstance(x.tape, Recorder)
+    return x.tape
+
+
+def pointwise(op: str, *reads: Tensor, dtype: str | None = None) -> Tensor:
+    """An elementwise node, in the dtype that its operands meet in."""
+    return F.pointwise(op, *reads, dtype=dtype)
+
+
+def reduction(op: str, x: Tensor, shape: Shape, dtype: str | None = None) -> Tensor:
+    """A node that sums up, or the like, to a smaller shape."""
+    return recorder_of(x).record(op, How.REDUCTION, (x,), shape, dtype or x.dtype)
+
+
+def constant(x: Tensor, op: str, shape: Shape, dtype: str) -> Tensor:
+    """A node that reads nothing, in the program of x."""
+    return recorder_of(x).record(op, How.CONSTANT, (), shape, dtype)
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """In float32, where PyTorch computes half inputs so."""
+    return x.tape.cast(x, "float32") if x.dtype in HALVES else x
+
+
+def as_dtype(x: Tensor, dtype: str) -> Tensor:
+    """The tensor in that dtype."""
+    return x if x.dtype == dtype else x.tape.cast(x, dtype)
+
+
+def attach(node: Node | None, out: Tensor) -> Tensor:
+    """The result, with its autograd node where it has one."""
+    return node.attach(out) if node else out

@@ -1,0 +1,193 @@
+"""Kernels in order as operations on buffers: what is overwritten in place, and dead memory that serves again.
+
+A kernel may write over a buffer that it alone still reads, number by number. A buffer that is dead waits for one of its
+dtype and size, if the estimated peak allows it (codegen/wrapper.py `memory_plan_reuse`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from oomph.step.compile.fuse import Group
+from oomph.step.compile.graph import How
+from oomph.step.compile.lower import Source, Task
+from oomph.step.ops import Buffer, Kernel, Op, Phase
+from oomph.step.tensor.layout import ITEM_BYTES, numel
+
+_Frees = list[Buffer]
+
+
+def emitted(
+    order: Sequence[Group],
+    live: Sequence[int],
+    buffers: dict[Source, Buffer],
+    held: Collection[Buffer],
+    phase: Phase,
+) -> tuple[tuple[Op, ...], dict[Op, int]]:
+    """The program's operations, and of the bytes each moves those that the batch does not change.
+
+    `buffers` has the inputs' memory, and gets everything else's; `held` outlive it.
+    """
+    emitter = _Emitter(order, live, buffers, held, phase)
+    ops = emitter.run()
+    return ops, dict(zip(ops, emitter.still, strict=True))
+
+
+class _Emitter:
+    def __init__(
+        self, order: Sequence[Group], live: Sequence[int], buffers: dict[Source, Buffer], held: Collection[Buffer],
+        phase: Phase,
+    ) -> None:  # fmt: skip
+        self.order, self.live, self.buffers, self.held, self.phase = order, list(live), buffers, set(held), phase
+        self.limit = max(live, default=0)
+        self.still: list[int] = []  # bytes moved, by operation, that are no multiple of the batch
+        self.done: set[Task] = set()
+        self.pool: dict[tuple[str, int], list[tuple[int, _Frees, Buffer]]] = {}
+        self.aliases: dict[Buffer, int] = {}  # of inputs: by how many names the program still knows them
+        for source, buffer in buffers.items():
+            if source.users:
+                self.aliases[buffer] = self.aliases.get(buffer, 0) + 1
+        self.taken: set[Source] = set()  # overwritten in place
+        self.last = self._last_uses()
+
+    def run(self) -> tuple[Op, ...]:
+        ops: list[tuple[Op, _Frees]] = []
+        for step, group in enumerate(self.order):
+            fresh, over = self._outputs(step, group)
+            self.done.update(group.tasks)
+            frees: _Frees = []
+            op = self._op(group, fresh, over)
+            spent = [buffer for buffer in op.allocates if buffer not in fresh]
+            frees += spent
+            ops.append((op, frees))
+            for source in self.last[step]:
+                self._drop(step, source, frees)
+        return tuple([_with_frees(op, frees) for op, frees in ops])
+
+    def _last_uses(self) -> list[list[Source]]:
+        last: dict[Source, int] = {}
+        for step, group in enumerate(self.order):
+            for source in group.writes:
+                last[source.root] = max(last.get(source.root, 0), step)
+            for source in group.reads:
+                root = source.root if source.task is not None else source
+                last[root] = max(last.get(root, 0), step)
+        result: list[list[Source]] = [[] for _ in self.order]
+        outputs = {source.root for group in self.order for source in group.writes if source.is_output}
+        for source, step in last.items():
+            if source not in outputs and not source.is_output:
+                result[step].append(source)
+        return result
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _outputs(self, step: int, group: Group) -> tuple[list[Buffer], int]:
+        """The new memory that a kernel needs, and how many bytes it overwrites."""
+        fresh: list[Buffer] = []
+        over = 0
+        for task in group.tasks:
+            for source, access in task.writes:
+                if source.root is not source or self._is_internal(source, group):
+                    continue
+                victim = None if task.is_extern else self._overwritten(task, source, access)
+                if victim is not None:
+                    self.buffers[source] = self.buffers[victim]
+                    self.taken.add(victim)
+                    over += source.bytes
+                elif task.is_extern and task.value.how is How.CALL:
+                    fresh.append(self._new(source))
+                else:
+                    fresh += self._allocated(step, source)
+        return fresh, over
+
+    def _is_internal(self, source: Source, group: Group) -> bool:
+        """Whether it never leaves the kernel that computes it."""
+        return not source.is_output and not group.is_extern and all(user in group.tasks for user in source.users)
+
+    def _overwritten(self, task: Task, out: Source, access: object) -> Source | None:
+        """An operand that nothing else reads any more, of the result's size, read where the result is written."""
+        if access is None:
+            return None
+        for source, accesses in task.reads.items():
+            if not source.donated or source.is_output or source.root is not source or source not in self.buffers:
+                continue
+            if source.dtype != out.dtype or source.bytes != out.bytes or accesses != {access} or source in self.taken:
+                continue
+            if self.buffers[source] in self.held or self.aliases.get(self.buffers[source], 1) > 1:
+                continue
+            if all(user is task or user in self.done or task.ancestors >> user.index & 1 for user in source.users):
+                return source
+        return None
+
+    def _allocated(self, step: int, source: Source) -> list[Buffer]:
+        waiting = self.pool.get((source.dtype, source.bytes))
+        if waiting:
+            since, frees, buffer = waiting[-1]
+            between = self.live[since + 1 : step]
+            if since + 1 == step or since == step or max(between, default=0) + source.bytes <= self.limit:
+                waiting.pop()
+                frees.remove(buffer)
+                for place in range(since + 1, step):
+                    self.live[place] += source.bytes
+                self.buffers[source] = buffer
+                return []
+        return [self._new(source)]
+
+    def _new(self, source: Source) -> Buffer:
+        buffer = self.buffers[source] = Buffer(source.name, source.bytes, source.kind, source.block)
+        return buffer
+
+    def _drop(self, step: int, source: Source, frees: _Frees) -> None:
+        """The last use is over."""
+        buffer = self.buffers.get(source)
+        if buffer is None or source in self.taken:
+            return
+        if source.task is None:
+            self.aliases[buffer] -= 1
+            if self.aliases[buffer] or buffer in self.held:
+                return
+            frees.append(buffer)
+        elif buffer not in self.held:
+            frees.append(buffer)
+            self.pool.setdefault((source.dtype, source.bytes), []).append((step, frees, buffer))
+
+    # --- work ---------------------------------------------------------------------------------------------------
+
+    def _op(self, group: Group, fresh: list[Buffer], over: int) -> Op:
+        task = group.tasks[-1]
+        value = task.value
+        facts = value.facts.get("facts", {})
+        spent = [Buffer(f"{value.name}.temporary", size, value.kind, value.block) for size in facts.get("spent", ())]
+        moved = over + self._moved(group)
+        if value.how is How.PRODUCT:
+            kernel = Kernel.GEMM
+        elif task.is_extern:
+            kernel = Kernel.ATTENTION
+        elif any(each.value.how in (How.GATHER, How.SCATTER) for each in group.tasks):
+            kernel = Kernel.INDEX
+        else:
+            kernel = Kernel.REDUCTION if group.reduction else Kernel.POINTWISE
+        return Op(
+            value.name, self.phase, (*fresh, *spent), (), kernel, facts.get("shape", ()), facts.get("dtype", "float32"),
+            facts.get("flops", 0), moved, 1, value.block,
+        )  # fmt: skip
+
+    def _moved(self, group: Group) -> int:
+        """Bytes read and written; of a table that rows are taken from, the rows."""
+        total: list[tuple[int, bool]] = []
+        for source, accesses in group.reads.items():
+            if source in group.writes:
+                continue
+            rows = [numel(access[0]) * ITEM_BYTES[source.dtype] for access in accesses if access is not None]
+            if group.is_extern or not rows:
+                whole = source.bytes if group.is_extern else min(source.bytes, group.numel * ITEM_BYTES[source.dtype])
+                rows = [whole]
+            total.append((min(max(rows), source.bytes) if source.bytes else 0, source.batched))
+        total += [(s.bytes, s.batched) for s in group.writes if s.root is s and not self._is_internal(s, group)]
+        self.still.append(sum([size for size, batched in total if not batched]))
+        return sum([size for size, _ in total])
+
+
+def _with_frees(op: Op, frees: _Frees) -> Op:
+    work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times, op.block)
+    return Op(op.name, op.phase, op.allocates, tuple(frees), *work)

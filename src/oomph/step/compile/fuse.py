@@ -1,0 +1,315 @@
+"""Which tasks inductor computes in one kernel (torch/_inductor/scheduler.py, choices.py, codegen/simd.py).
+
+Two tasks may share a kernel where they touch the same numbers of a buffer in the same way and loop over as many. Pairs
+are tried in the order of what they save, again and again until nothing more can be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from oomph.step.compile.lower import SMS, Access, Place, Source, Task
+from oomph.step.tensor.layout import ITEM_BYTES, numel
+
+_MOST_TASKS = 64  # torch._inductor.config.max_fusion_size
+_FAR = 64  # tasks that do not feed each other are not joined across so many others
+_LEAST_BYTES = 10  # score_fusion_memory_threshold
+_ROUNDS = 10
+_PAIRS = 64  # max_fusion_buffer_group_pairwise_attempts
+_OVERHEAD = 32  # bytes that a join may keep from being used again, for each byte it saves
+
+
+_MIXED_NUMBERS, _MIXED_ROWS, _MIXED_COLUMNS = 5 << 20, 4096, 16384  # where rows and columns are summed up together
+_MIXED_READS = 10  # buffers that such a kernel may read
+
+
+class Group:
+    """Tasks that run as one kernel. Tasks are bits, so that sets of them are numbers."""
+
+    __slots__ = (
+        "ancestors", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction", "shape", "tasks",
+        "touched", "writes",
+    )  # fmt: skip
+
+    def __init__(self, tasks: list[Task], names: int, ancestors: int, first: int, last: int) -> None:
+        self.tasks, self.names, self.ancestors = tasks, names, ancestors
+        self.first, self.last = first, last
+        self.is_extern = tasks[0].is_extern
+        # The task that says how the kernel loops, where it reduces, and its loops before any is joined with the next.
+        self.reduction = next((task for task in tasks if task.is_reduction), None)
+        self.numel = max([task.numel for task in tasks])
+        self.shape = max(tasks, key=lambda task: task.whole[0] * task.whole[1]).shape
+        self.reads: dict[Source, set[Access]] = {}
+        self.writes: dict[Source, Access] = {}
+        self.touched: set[tuple[Source, Place]] = set()
+        self.mixed: tuple[Group, Group] | None = None  # the tasks along rows, and those along columns
+
+    @classmethod
+    def of(cls, task: Task, ancestors: int, place: int) -> Group:
+        group = cls([task], 1 << task.index, ancestors, place, place)
+        group.reads = dict(task.reads)
+        group.writes = dict(task.writes)
+        group._touch()
+        return group
+
+    def joined(self, other: Group) -> Group:
+        """Both as one kernel."""
+        names = self.names | other.names
+        ancestors = (self.ancestors | other.ancestors) & ~names
+        first, last = min(self.first, other.first), max(self.last, other.last)
+        both = Group([*self.tasks, *other.tasks], names, ancestors, first, last)
+        both.reads = dict(self.reads)
+        for source, accesses in other.reads.items():
+            both.reads[source] = both.reads.get(source, set()) | accesses
+        both.writes = {**self.writes, **other.writes}
+        both._touch()
+        if self.mixed is not None:
+            rows, columns = self.mixed
+            both.mixed = (
+                (rows.joined(other), columns) if _joins_mixed(rows, other, columns) else (rows, columns.joined(other))
+            )
+        elif mixes(self, other):
+            both.mixed = (self, other) if self.tasks[0].rows_first else (other, self)
+            _share_workspace(both.mixed[1])
+        return both
+
+    def _touch(self) -> None:
+        found = {
+            (source, access) for source, accesses in self.reads.items() for access in accesses if access is not None
+        }
+        self.touched = found | {(source, access) for source, access in self.writes.items() if access is not None}
+
+
+def fused(tasks: Sequence[Task], mixes: bool) -> list[Group]:
+    """The kernels, in an order that they can run in. `mixes`: rows and columns may be summed up together."""
+    return _Fusion(tasks, mixes).run()
+
+
+class _Fusion:
+    def __init__(self, tasks: Sequence[Task], mixes: bool) -> None:
+        self.mixes = mixes
+        self.reorders = False
+        groups: list[Group] = []
+        self.group_of: dict[Task, Group] = {}
+        for task in tasks:
+            mask = 0
+            for source in task.reads:
+                if source.task is not None and source.task is not task:
+                    mask |= source.task.ancestors | 1 << source.task.index
+            task.ancestors = mask
+            group = self.group_of[task] = Group.of(task, mask, len(groups))
+            groups.append(group)
+        self.groups = groups
+
+    def run(self) -> list[Group]:
+        for _ in range(_ROUNDS):
+            before = len(self.groups)
+            self._round()
+            if len(self.groups) == before:
+                break
+        self.reorders = True  # once more, with loops written otherwise
+        self._round()
+        return self.groups
+
+    def _round(self) -> None:
+        alive = dict.fromkeys(self.groups)
+        joined = {group: None for group in alive if len(group.tasks) > 1}
+        for first, second in self._pairs():
+            first, second = self.group_of[first.tasks[0]], self.group_of[second.tasks[0]]
+            if first is second or not self._can_fuse(first, second) or _makes_a_circle(first, second, joined):
+                continue
+            both = first.joined(second)
+            del alive[first], alive[second]
+            joined.pop(first, None)
+            joined.pop(second, None)
+            alive[both] = joined[both] = None
+            for task in both.tasks:
+                self.group_of[task] = both
+        self.groups = self._sorted(sorted(alive, key=lambda group: group.first))
+
+    def _pairs(self) -> list[tuple[Group, Group]]:
+        """Every pair that may be joined, the best first."""
+        sharing: dict[Source, list[Group]] = {}
+        for group in self.groups:
+            if not group.is_extern:
+                for source in {**group.reads, **group.writes}:
+                    sharing.setdefault(source, []).append(group)
+        found: dict[tuple[Group, Group], tuple[int, int, int]] = {}
+        for each in sharing.values():
+            for place, first in enumerate(each):
+                for second in each[place + 1 : place + 1 + _PAIRS]:
+                    if (first, second) not in found and self._can_fuse(first, second):
+                        found[first, second] = _score(first, second)
+        return sorted(found, key=found.__getitem__, reverse=True)
+
+    def _can_fuse(self, first: Group, second: Group) -> bool:
+        if first.is_extern or second.is_extern or second.names & first.ancestors or second.mixed is not None:
+            return False
+        if first.mixed is not None:
+            rows, columns = first.mixed
+            read = {**first.reads, **second.reads}
+            return len(read) <= _MIXED_READS and _joins_mixed(rows, second, columns)
+        if not _loops_fit(first, second):
+            return self.mixes and mixes(first, second)
+        if not self.reorders and not _same_loops(first, second):
+            return False
+        saved = shared_bytes(first, second)
+        if not saved or len(first.tasks) + len(second.tasks) > _MOST_TASKS:
+            return False
+        if _may_raise_peak(first, second, saved):
+            return False
+        if first.names & second.ancestors:
+            return self._feeds(first, second)
+        return saved >= _LEAST_BYTES and distance(first, second) <= _FAR
+
+    def _feeds(self, first: Group, second: Group) -> bool:
+        """Whether all that the second reads of the first is read as it was written, and nothing lies between them."""
+        for source, accesses in second.reads.items():
+            if source in first.writes:
+                if any(access is None or access != first.writes[source] for access in accesses):
+                    return False
+            elif source.task is not None:
+                between = self.group_of[source.task]
+                if between is not first and between is not second and first.names & between.ancestors:
+                    return False
+        return True
+
+    def _sorted(self, groups: list[Group]) -> list[Group]:
+        """In the given order, but each after what it reads."""
+        done: dict[Group, None] = {}
+
+        def visit(group: Group) -> None:
+            stack: list[tuple[Group, Iterator[Group]]] = [(group, self._before(group))]
+            seen = {group}
+            while stack:
+                each, rest = stack[-1]
+                following = next((other for other in rest if other not in done and other not in seen), None)
+                if following is None:
+                    done[each] = None
+                    stack.pop()
+                else:
+                    seen.add(following)
+                    stack.append((following, self._before(following)))
+
+        for group in groups:
+            if group not in done:
+                visit(group)
+        return list(done)
+
+    def _before(self, group: Group) -> Iterator[Group]:
+        for source in group.reads:
+            if source.task is not None and self.group_of[source.task] is not group:
+                yield self.group_of[source.task]
+
+
+def _makes_a_circle(first: Group, second: Group, joined: Iterable[Group]) -> bool:
+    """Whether, through kernels joined before, one would have to run both before and after the other."""
+    names = first.names | second.names
+    seen = (first.ancestors | second.ancestors) & ~names
+    # On such a way lie only kernels of which a part runs after the first task, and a part before the last.
+    start, end = min(first.first, second.first), max(first.last, second.last)
+    near = [g for g in joined if g.last > start and g.first < end and g is not first and g is not second]
+    grown = True
+    while grown:
+        grown = False
+        for group in near:
+            if group.names & seen and (group.names & ~seen or group.ancestors & ~seen):
+                if group.ancestors & names:
+                    return True
+                seen |= group.names | group.ancestors
+                grown = True
+    return False
+
+
+def distance(first: Group, second: Group) -> int:
+    """How far apart they were, in tasks."""
+    return max(abs(first.first - second.last), abs(second.first - first.last))
+
+
+def mixes_rows(rows: int, columns: int) -> bool:
+    """Whether a matrix is large and tall enough for its rows and columns to be summed up together."""
+    tall = rows >= max(2 * columns, _MIXED_ROWS) and columns <= _MIXED_COLUMNS
+    return tall and rows * columns >= _MIXED_NUMBERS
+
+
+def mixes(first: Group, second: Group) -> bool:
+    """Whether one sums up along rows what the other sums up along columns, and it is large (MixOrderReduction)."""
+    one, other = first.reduction, second.reduction
+    if one is None or other is None or one.whole != other.whole[::-1] or one.rows_first == other.rows_first:
+        return False
+    if first.names & second.ancestors or second.names & first.ancestors:
+        return False
+    if not mixes_rows(*(one if one.rows_first else other).whole):
+        return False
+    return any(
+        _reads_all(source, first) and _reads_all(source, second) for source in first.reads if source in second.reads
+    )
+
+
+def _share_workspace(columns: Group) -> None:
+    """A mixed kernel's partial sums of columns: a row of them for every few rows."""
+    for task in columns.tasks:
+        count, rows = task.whole
+        few = min(max(1 << max(rows // (8 * SMS), 1).bit_length() - 1, 16), 128)
+        for source, _ in task.writes:
+            source.bytes = 4 * count * -(-rows // few)
+
+
+def _reads_all(source: Source, group: Group) -> bool:
+    """Whether a group's loops read a number of the buffer each."""
+    reducing = group.reduction
+    assert reducing is not None
+    return any(a is not None and numel(a[0]) == reducing.whole[0] * reducing.whole[1] for a in group.reads[source])
+
+
+def _joins_mixed(rows: Group, other: Group, columns: Group) -> bool:
+    """Whether a task joins the part of a mixed kernel that runs along rows: its loops must be the same."""
+    if other.reduction is not None or not shared_bytes(rows, other) or not _loops_fit(rows, other):
+        return False
+    if any(task.shape not in (rows.tasks[0].shape, (*rows.tasks[0].shape[:-1], 1)) for task in other.tasks):
+        return False
+    related = other.ancestors & columns.names or columns.ancestors & other.names
+    return not related and all(
+        a == rows.writes[s] for s, found in other.reads.items() if s in rows.writes for a in found
+    )
+
+
+def _score(first: Group, second: Group) -> tuple[int, int, int]:
+    saved = shared_bytes(first, second)
+    if first.mixed is None and mixes(first, second):
+        reducing = first.reduction
+        assert reducing is not None
+        saved = reducing.whole[0] * reducing.whole[1]
+    alike = (first.reduction is None) == (second.reduction is None)
+    return int(alike and saved > 0), saved, -distance(first, second)
+
+
+def shared_bytes(first: Group, second: Group) -> int:
+    """Bytes that both touch in the same way."""
+    return sum([numel(access[0]) * ITEM_BYTES[source.dtype] for source, access in first.touched & second.touched])
+
+
+def _same_loops(first: Group, second: Group) -> bool:
+    """Whether both loop over the same dimensions, or one over the rows of the other."""
+    one, other = first.shape, second.shape
+    return one == other or (one[:-1] == other[:-1] and 1 in (one[-1:] + other[-1:]))
+
+
+def _loops_fit(first: Group, second: Group) -> bool:
+    one, other = first.reduction, second.reduction
+    if one is not None and other is not None:
+        return one.numel == other.numel and one.reduced == other.reduced
+    if one is None and other is None:
+        return first.numel == second.numel
+    reducing, plain = (one, second) if one is not None else (other, first)
+    assert reducing is not None
+    return all(task.numel in (reducing.numel * reducing.reduced, reducing.numel) for task in plain.tasks)
+
+
+def _may_raise_peak(first: Group, second: Group, saved: int) -> bool:
+    """Whether memory that each alone could use again is worth more than what joining saves."""
+    keys = [
+        {(source.dtype, source.bytes) for source in group.reads if source.task is not None and len(source.users) == 1}
+        for group in (first, second)
+    ]
+    return sum(size // ITEM_BYTES[dtype] for dtype, size in keys[0] & keys[1]) > _OVERHEAD * saved

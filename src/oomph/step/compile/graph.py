@@ -1,0 +1,181 @@
+"""A model's forward and backward as one graph of small operations, as AOTAutograd records them.
+
+The model's own functions run on a `Recorder` instead of a `Tape`: every operation becomes a `Value` of the graph, and
+equal expressions become one. What PyTorch decomposes is decomposed (`decompose`); the autograd engine is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any
+
+from oomph.step.ops import Kernel, Kind
+from oomph.step.tensor.layout import HALVES, ITEM_BYTES, Shape, contiguous_strides, dense_strides_like, numel
+from oomph.step.tensor.tape import Tape, Weight
+from oomph.step.tensor.tensor import Tensor
+
+
+class How(Enum):
+    """What kind of operation a value comes from."""
+
+    INPUT = auto()  # parameters, buffers and the batch
+    TANGENT = auto()  # the gradient that backward begins with
+    VIEW = auto()
+    POINTWISE = auto()
+    REDUCTION = auto()
+    CONSTANT = auto()  # numbers made from nothing: full, arange
+    RANDOM = auto()
+    GATHER = auto()  # rows of a table
+    SCATTER = auto()  # written into a table of zeros, row by row
+    CAT = auto()
+    PRODUCT = auto()  # a matrix product
+    CALL = auto()  # a kernel with several results, and no tensor itself
+    ITEM = auto()  # one of them
+
+
+FUSIBLE = {How.POINTWISE, How.REDUCTION, How.VIEW, How.CONSTANT, How.ITEM, How.RANDOM}
+
+
+class Value:
+    """One operation and its result."""
+
+    __slots__ = (
+        "block", "bytes", "checkpoint", "dtype", "facts", "how", "index", "inputs", "kind", "name", "offset", "op",
+        "shape", "strides", "users",
+    )  # fmt: skip
+
+    def __init__(
+        self, op: str, how: How, inputs: tuple[Value, ...], shape: Shape, dtype: str, strides: Shape, offset: int = 0
+    ) -> None:
+        self.op, self.how, self.inputs = op, how, inputs
+        self.shape, self.dtype, self.strides, self.offset = shape, dtype, strides, offset
+        self.bytes = numel(shape) * ITEM_BYTES[dtype] if how is not How.CALL else 0
+        self.users: list[Value] = []
+        self.index = 0
+        self.name, self.kind = op, Kind.ACTIVATIONS
+        self.block: int | None = None
+        self.checkpoint: int | None = None  # the checkpointed region it is computed in
+        self.facts: dict[str, Any] = {}  # of products and kernels: shape, flops, temporaries, the dtype of arithmetic
+
+    def __lt__(self, other: Value) -> bool:
+        return self.index < other.index
+
+    def __repr__(self) -> str:
+        return f"{self.op}_{self.index}{self.dtype}{list(self.shape)}"
+
+
+class Traced(Tensor):
+    """A tensor of the graph: its storage is the value."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Value:
+        found = self.storage
+        assert isinstance(found, Value)
+        return found
+
+    def detach(self) -> Tensor:
+        """The same value, without history."""
+        return Traced(self.tape, self.storage, self.shape, self.strides, self.dtype, None, True)
+
+    def seen(self, shape: Shape, strides: Shape, offset: int = 0, op: str = "view") -> Tensor:
+        """A view: an operation of its own."""
+        if shape == self.shape and strides == self.strides and not offset:
+            return self.detach()
+        recorder = self.tape
+        assert isinstance(recorder, Recorder)
+        return recorder.record(op, How.VIEW, (self,), shape, self.dtype, strides, offset=offset, key=(strides, offset))
+
+
+class Recorder(Tape):
+    """A program while it is recorded."""
+
+    compiles = True
+
+    def __init__(self, weights: Mapping[str, Weight], rules: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        """`rules` are operations that are recorded in their own way: `decompose.RULES`."""
+        super().__init__(weights, **options)
+        self.rules = rules
+        self.values: list[Value] = []
+        self.inputs: dict[str, Value] = {}
+        self.region: int | None = None  # the checkpointed region that runs
+        self.regions = 0
+        self.writes_one_hot = False  # of the targets, in the loss's backward: torch before 2.5
+        self._known: dict[Hashable, Value] = {}
+
+    def record(
+        self,
+        op: str,
+        how: How,
+        reads: Sequence[Tensor],
+        shape: Shape,
+        dtype: str,
+        strides: Shape | None = None,
+        *,
+        kind: Kind | None = None,
+        offset: int = 0,
+        key: Hashable = (),
+        **facts: Any,
+    ) -> Traced:
+        """The result of an operation: the one there is, where an equal one was recorded before."""
+        inputs = tuple([each.storage for each in reads])
+        strides = contiguous_strides(shape) if strides is None else strides
+        known = (op, how, shape, dtype, key, *map(id, inputs))
+        value = self._known.get(known) if how is not How.RANDOM else None
+        if value is None:
+            value = Value(op, how, inputs, shape, dtype, strides, offset)  # type: ignore[arg-type]
+            value.index, value.block, value.kind = len(self.values), self.block, kind or self.kind
+            value.name, value.facts, value.checkpoint = self._name(op), facts, self.region
+            for each in dict.fromkeys(value.inputs):
+                each.users.append(value)
+            self.values.append(value)
+            self._known[known] = value
+        return Traced(self, value, shape, value.strides, dtype, None, True)  # type: ignore[arg-type]
+
+    def input(self, name: str, shape: Shape, dtype: str, how: How = How.INPUT, kind: Kind = Kind.PARAMETERS) -> Traced:
+        """What the graph is given."""
+        found = self.record(name, how, (), shape, dtype, key=name, kind=kind)
+        self.inputs.setdefault(name, found.value)
+        found.value.name, found.value.checkpoint = name, None
+        return found
+
+    # --- what `Tape` does on a ledger ---------------------------------------------------------------------------
+
+    def made(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: str,
+        reads: Sequence[Tensor] = (),
+        kind: Kind | None = None,
+        *,
+        strides: Shape | None = None,
+        kernel: Kernel = Kernel.POINTWISE,
+        **_: Any,
+    ) -> Tensor:
+        how = How.REDUCTION if kernel is Kernel.REDUCTION else How.POINTWISE if reads else How.CONSTANT
+        if name == "clone" and reads[0].shape != shape:  # a copy, then a view of it
+            return self.record(name, how, reads, reads[0].shape, dtype, kind=kind).seen(
+                shape, contiguous_strides(shape)
+            )
+        if how is How.REDUCTION and dtype in HALVES:  # computed in float32
+            return self.cast(self.record(name, how, reads, shape, "float32", strides, kind=kind), dtype, kind)
+        return self.record(name, how, reads, shape, dtype, strides, kind=kind)
+
+    def cast(self, x: Tensor, dtype: str, kind: Kind | None = None) -> Tensor:
+        strides = dense_strides_like(x.shape, x.strides)
+        return self.record("convert", How.POINTWISE, (x,), x.shape, dtype, strides, kind=kind)
+
+    def note(self, *_: Any, **__: Any) -> None:
+        """What writes into a tensor that is there has no part in a graph."""
+
+    def buffer(self, name: str, shape: Shape, dtype: str) -> Tensor:
+        return self.input(name, shape, dtype)
+
+    def parameter(self, name: str) -> Tensor:
+        leaf = super().parameter(name)
+        found = self.input(name, leaf.shape, leaf.dtype)
+        found.edge = leaf.edge
+        return found

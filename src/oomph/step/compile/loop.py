@@ -1,0 +1,131 @@
+"""nanoGPT's training loop around a compiled model: what happens between the generated programs.
+
+`torch.compile` wraps the model alone. The loop around it holds what the model returned until the next micro-step has
+returned its own, fetches the next batch before backward, and clips and updates with PyTorch's own optimizers.
+Outputs that are returned beside the loss cost twice: autograd hands the backward program a gradient of zeros for each,
+and what the caller holds cannot be overwritten in place. The backward program returns all gradients at its end: from
+the second micro-step on they are all alive beside those they are added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
+from oomph.step.optimizer import Optimizer
+from oomph.step.renewal import copied, exchanged
+from oomph.step.tensor.tensor import Storage
+
+
+class Programs(msgspec.Struct, frozen=True, eq=False):
+    """The generated programs of a model. Their buffers are patterns: the loop gives each micro-step its own."""
+
+    batch: tuple[Buffer, ...]  # what forward reads; backward frees of it what it saved
+    forward: tuple[Op, ...]
+    loss: Buffer
+    outputs: tuple[Buffer, ...]  # what forward returns beside the loss
+    zeros: tuple[Buffer, ...]  # the gradients of those outputs
+    backward: tuple[Op, ...]
+    grads: Mapping[str, Buffer]  # by parameter name
+    evaluation: tuple[Op, ...]
+    evaluation_outputs: tuple[Buffer, ...]  # the loss among them
+
+
+class Loop:
+    """The loop, and what its variables hold."""
+
+    def __init__(self, programs: Programs, micro_steps: int, eval_batches: int, keep_outputs: bool = True) -> None:
+        self.programs = programs
+        self.micro_steps = micro_steps
+        self.eval_batches = eval_batches
+        self.keep_outputs = keep_outputs
+        self.grads: dict[str, Buffer] = {}
+        self.batch = tuple(map(copied, programs.batch))
+        self.outputs: tuple[Buffer, ...] = ()
+        self.loss: Buffer | None = None
+
+    def step(
+        self, optimizer: Optimizer, parameters: Sequence[Buffer], first: bool, workspace_bytes: Sequence[int] = ()
+    ) -> Step:
+        """One optimizer step and one evaluation, which comes before a run's first step and after later ones."""
+        resident = [*parameters, *(Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes)]
+        if optimizer.precision.is_scaled:
+            resident += [Buffer(f"scaler.{part}", 4, Kind.OPTIMIZER) for part in ("scale", "growth")]
+        if not first:
+            optimizer.state = optimizer.create_state()
+            resident += [held.buffer for held in optimizer.state]
+        resident += self._start(first)
+        sections = self._evaluate() if first else []
+        for index in range(min(self.micro_steps, 3)):
+            last = self.micro_steps > 3 and index == 2
+            name = f"micro-steps 3 to {self.micro_steps}" if last else f"micro-step {index + 1}"
+            sections.append(Section(name, tuple(self._micro_step()), self.micro_steps - 2 if last else 1))
+        optimizer.grads = [Storage(optimizer.ledger, buffer) for buffer in self.grads.values()]
+        optimizer.step(first)
+        sections.append(Section("optimizer", optimizer.ledger.ops()))
+        if not first:
+            sections += self._evaluate()
+        return Step(tuple(resident), tuple(sections))
+
+    def _start(self, first: bool) -> list[Buffer]:
+        if first:
+            return [*self.batch]
+        self.loss = Buffer("loss.scaled", self.programs.loss.bytes, Kind.LOGITS)
+        if self.keep_outputs:
+            self.outputs = tuple(map(copied, self.programs.outputs))
+        return [*self.batch, *self.outputs, self.loss]
+
+    def _micro_step(self) -> list[Op]:
+        """Forward, the next batch, backward, and the gradients added to those of earlier micro-steps."""
+        programs = self.programs
+        outputs = tuple(map(copied, programs.outputs))
+        loss = Buffer("loss.scaled", programs.loss.bytes, Kind.LOGITS)
+        following = tuple(map(copied, programs.batch))
+        grads = {name: copied(buffer) for name, buffer in programs.grads.items()}
+        new = dict(zip(programs.batch, self.batch, strict=True)) | dict(zip(programs.outputs, outputs, strict=True))
+        new |= {pattern: grads[name] for name, pattern in programs.grads.items()}
+        saved = {buffer for op in programs.backward for buffer in op.frees if buffer in new}
+        let_go = [*self.outputs, *([self.loss] if self.loss is not None else [])]
+        if not self.keep_outputs:
+            let_go += outputs
+        ops = exchanged(programs.forward, new)
+        ops.append(Op("loop.assign", Phase.FORWARD, frees=tuple(let_go)))
+        ops.append(Op("loss.scaled", Phase.LOSS, (loss,), (programs.loss,), Kernel.POINTWISE, bytes_moved=8))
+        for old, pattern, fetched in zip(self.batch, programs.batch, following, strict=True):
+            frees = () if pattern in saved else (old,)
+            ops.append(Op("batch", Phase.LOSS, (fetched,), frees, Kernel.POINTWISE, bytes_moved=fetched.bytes))
+        for zeros in programs.zeros:
+            ops.append(Op(zeros.name, Phase.BACKWARD, (zeros,), (), Kernel.POINTWISE, bytes_moved=zeros.bytes))
+        ops += exchanged(programs.backward, new)
+        if self.grads:
+            ops += [_accumulated(name, buffer) for name, buffer in grads.items()]
+        else:
+            self.grads = grads
+        self.batch, self.outputs, self.loss = following, outputs if self.keep_outputs else (), loss
+        return ops
+
+    def _evaluate(self) -> list[Section]:
+        """estimate_loss: a first batch, then others while what the one before returned is still held."""
+        programs = self.programs
+        sections: list[Section] = []
+        if not programs.evaluation:
+            return sections
+        held: tuple[Buffer, ...] = ()
+        for name, times in (("evaluation, first batch", 1), ("evaluation, later batches", self.eval_batches - 1)):
+            new = {buffer: copied(buffer) for buffer in (*programs.batch, *programs.evaluation_outputs)}
+            batch = [new[buffer] for buffer in programs.batch]
+            ops = [Op("batch", Phase.EVAL, (b,), (), Kernel.POINTWISE, bytes_moved=b.bytes) for b in batch]
+            ops += exchanged(programs.evaluation, new)
+            ops.append(Op("estimate_loss.assign", Phase.EVAL, frees=held))
+            held = tuple(new.values())
+            if sections:
+                ops.append(Op("estimate_loss.return", Phase.EVAL, frees=held))
+            sections.append(Section(name, tuple(ops), times))
+        return sections
+
+
+def _accumulated(name: str, buffer: Buffer) -> Op:
+    """AccumulateGrad of a later micro-step: added in place, then let go."""
+    return Op(f"{name}.grad", Phase.BACKWARD, (), (buffer,), Kernel.POINTWISE, bytes_moved=3 * buffer.bytes)

@@ -1,0 +1,488 @@
+"""A graph as buffers and the tasks that write them: which results inductor writes to memory at all.
+
+An elementwise result is computed where it is read, again for every reader, until there is a reason to write it: a
+matrix product or a kernel reads it, it is returned, several readers would have to read more than four buffers for it,
+or it has become too long (torch/_inductor/graph.py `run_node`, ir.py `StorageBox`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from oomph.step.compile.graph import How, Value
+from oomph.step.ops import Kind
+from oomph.step.tensor.layout import ITEM_BYTES, Shape, numel
+
+_READS_ON_REUSE = 4  # torch._inductor.config.realize_reads_threshold
+_READS = 8  # realize_acc_reads_threshold
+_OPERATIONS = 30  # realize_opcount_threshold
+_UNROLLED = 8  # unroll_reductions_threshold
+_HEAVY = ("exp", "log", "sigmoid", "tanh")  # on a CPU written where several read them
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
+Access = Place | None  # None: places that are computed
+
+
+class Source:
+    """A buffer: an input of the program, or what a task writes."""
+
+    __slots__ = (
+        "batched",
+        "block",
+        "bytes",
+        "donated",
+        "dtype",
+        "freeable",
+        "is_output",
+        "kind",
+        "name",
+        "root",
+        "strides",
+        "task",
+        "users",
+    )
+
+    def __init__(
+        self, name: str, size_bytes: int, dtype: str, kind: Kind, block: int | None, task: Task | None
+    ) -> None:
+        self.name, self.bytes, self.dtype, self.kind, self.block = name, size_bytes, dtype, kind, block
+        self.task = task
+        self.users: list[Task] = []
+        self.is_output = False
+        self.freeable = task is not None  # of inputs: those that forward saved
+        self.donated = task is not None  # it may be overwritten
+        self.root: Source = self  # whose memory it is
+        self.batched = False  # its size grows with the batch
+        self.strides: Shape = ()
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.bytes}>"
+
+
+class Task:
+    """One operation of the program: a loop over `numel` results of `reduced` numbers each, or a kernel from outside."""
+
+    __slots__ = (
+        "ancestors", "index", "is_extern", "is_reduction", "numel", "reads", "reduced", "rows_first", "shape", "value",
+        "whole", "writes",
+    )  # fmt: skip
+
+    def __init__(self, index: int, value: Value, count: int, reduced: int, is_extern: bool = False) -> None:
+        self.index, self.value = index, value
+        self.numel, self.reduced = count, reduced
+        self.is_reduction = reduced > 1
+        self.is_extern = is_extern
+        self.reads: dict[Source, set[Access]] = {}
+        self.writes: list[tuple[Source, Access]] = []
+        self.ancestors = 0  # the tasks it depends on, each a bit
+        self.shape: Shape = value.shape  # its loops, before any is joined
+        self.whole = (count, reduced)  # of a reduction that is split: what it is part of
+        self.rows_first = True  # a reduction along rows, as memory has them
+
+    def read(self, source: Source, access: Access) -> None:
+        if source not in self.reads:
+            self.reads[source] = set()
+            source.users.append(self)
+        self.reads[source].add(access)
+
+
+Read = tuple[Source, Shape | None, int]  # the buffer, its strides over the reader's shape, where it begins
+
+
+class _Cell:
+    """A result: where it is, or how it is computed."""
+
+    __slots__ = ("ops", "reads", "shape", "source", "strides", "value")
+
+    def __init__(self, value: Value, shape: Shape, strides: Shape) -> None:
+        self.value, self.shape, self.strides = value, shape, strides
+        self.source: Source | None = None
+        self.reads: list[Read] = []
+        self.ops: frozenset[int] = frozenset()
+
+    @property
+    def buffers(self) -> int:
+        return len({source for source, _, _ in self.reads})
+
+
+class _View:
+    """A cell as a value sees it."""
+
+    __slots__ = ("cell", "offset", "shape", "strides")
+
+    def __init__(self, cell: _Cell, shape: Shape, strides: Shape, offset: int = 0) -> None:
+        self.cell, self.shape, self.strides, self.offset = cell, shape, strides, offset
+
+
+def merged(shape: Sequence[int], strides: Sequence[int] | None, offset: int = 0) -> Access:
+    """An access with its loops joined where they run on."""
+    if strides is None:
+        return None
+    sizes: list[int] = []
+    steps: list[int] = []
+    for size, step in zip(shape, strides, strict=True):
+        if size == 1 or step == 0:  # read again where it was
+            continue
+        if sizes and steps[-1] == step * size:
+            sizes[-1] *= size
+            steps[-1] = step
+        else:
+            sizes.append(size)
+            steps.append(step)
+    return tuple(sizes), tuple(steps), offset
+
+
+def _through(view: _View, read: Read) -> Read:
+    """What a view of a cell reads of a buffer that the cell reads."""
+    source, strides, start = read
+    base_shape, base = view.cell.shape, view.cell.strides
+    if strides is None or (view.shape == base_shape and view.strides == base and not view.offset):
+        return read
+    dims = sorted([(base[d], base_shape[d], strides[d]) for d in range(len(base)) if base_shape[d] > 1], reverse=True)
+    result: list[int] = []
+    for size, step in zip(view.shape, view.strides, strict=True):
+        found = 0 if size == 1 or step == 0 else _along(dims, size, step)
+        if found is None:
+            return source, None, 0
+        result.append(found)
+    left = view.offset
+    for outer, _, own in dims:
+        start += left // outer * own
+        left %= outer
+    return source, tuple(result), start
+
+
+def _along(dims: Sequence[tuple[int, int, int]], size: int, step: int) -> int | None:
+    """The stride in a buffer of what has this stride in the cell; None where it has none."""
+    for place in range(len(dims) - 1, -1, -1):
+        outer, count, own = dims[place]
+        if outer <= step < outer * count:
+            if step % outer:
+                return None
+            reach = size * (step // outer)
+            while reach > count:  # it runs on into the next dimension
+                if (
+                    reach % count
+                    or place == 0
+                    or dims[place - 1][2] != own * count
+                    or dims[place - 1][0] != outer * count
+                ):
+                    return None
+                place -= 1
+                count *= dims[place][1]
+            return own * (step // outer)
+    return None
+
+
+def _broadcast(read: Read, shape: Shape, wide: Shape) -> Read:
+    source, strides, start = read
+    if strides is None or shape == wide:
+        return read
+    missing = len(wide) - len(shape)
+    own = [0 if size == 1 != wide[place + missing] else strides[place] for place, size in enumerate(shape)]
+    return source, (*([0] * missing), *own), start
+
+
+_PADDED_FROM = 1024  # torch._inductor.config.padding_stride_threshold
+_ALIGNED_BYTES = 128  # padding_alignment_bytes
+
+
+def padded_bytes(shape: Shape, strides: Shape, dtype: str) -> int:
+    """Bytes of a buffer on a card, where long rows begin at multiples of 128 bytes (ir.py `pad_strides`)."""
+    item = ITEM_BYTES[dtype]
+    align = _ALIGNED_BYTES // item
+    step = last = 1
+    for _, size in sorted([(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]):
+        if step > _PADDED_FROM and step % align:
+            step += -step % align
+        last += (size - 1) * step
+        step *= size
+    return last * item
+
+
+class Lowering:
+    """Turns a graph into tasks."""
+
+    def __init__(
+        self,
+        graph: Sequence[Value],
+        given: Mapping[Value, Source],
+        outputs: Iterable[Value],
+        cuda: bool,
+        visible: Iterable[Value] = (),  # what the program's caller sees: laid out as it expects
+        batch_size: int = 1,
+    ) -> None:
+        self.graph, self.cuda, self.batch_size = graph, cuda, batch_size
+        self.visible = {base_of(value) for value in visible}
+        self.inside = set(graph)
+        self.outputs = set(outputs)
+        self.tasks: list[Task] = []
+        self.views: dict[Value, _View] = {}
+        for value, source in given.items():
+            cell = _Cell(value, value.shape, value.strides)
+            cell.source = source
+            self.views[value] = _View(cell, value.shape, value.strides)
+        self.items: dict[Value, dict[int, Source]] = {}
+
+    def run(self) -> dict[Value, Source]:
+        """Every task; returns the buffer behind each output."""
+        for value in self.graph:
+            self._lower(value)
+            if value.how is not How.CALL:
+                self._maybe_write(value)
+        found = {value: self._write(self.views[value].cell) for value in self.outputs if value in self.views}
+        for source in found.values():
+            source.is_output = True
+        return found
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    def _lower(self, value: Value) -> None:
+        match value.how:
+            case How.VIEW:
+                self._view(value)
+            case How.ITEM:
+                self._item(value)
+            case How.CALL:
+                if not value.facts.get("view") and not value.facts.get("reduction"):
+                    self._kernel(value)
+            case How.PRODUCT:
+                task = self._extern(value)
+                self.views[value] = self._result(task, value)
+            case How.REDUCTION:
+                self.views[value] = self._reduction(value)
+            case How.SCATTER:
+                self._scatter(value)
+            case _:
+                self._pointwise(value)
+
+    def _view(self, value: Value) -> None:
+        of = self.views[value.inputs[0]]
+        self.views[value] = _View(of.cell, value.shape, value.strides, of.offset + value.offset)
+
+    def _item(self, value: Value) -> None:
+        call = value.inputs[0]
+        if call.facts.get("view"):
+            of = self.views[call.inputs[0]]
+            self.views[value] = _View(of.cell, value.shape, value.strides, of.offset + value.offset)
+            return
+        if call.facts.get("reduction"):
+            self._statistics(call)
+        if value not in self.views:  # one that nothing reads
+            self.views[value] = _View(_Cell(value, value.shape, value.strides), value.shape, value.strides)
+
+    def _statistics(self, call: Value) -> None:
+        """var_mean: two results of one pass."""
+        if call in self.items:
+            return
+        self.items[call] = {}
+        for item in call.users:
+            if item in self.inside:
+                self.views[item] = self._reduction(item, call.inputs[0])
+
+    def _pointwise(self, value: Value) -> None:
+        cell = _Cell(value, value.shape, value.strides)
+        ops: set[int] = {value.index}
+        indirect = value.how in (How.GATHER, How.CAT) or bool(value.facts.get("gathers"))
+        reads: dict[Read, None] = {}
+        for operand in value.inputs:
+            view = self.views[operand]
+            ops |= view.cell.ops
+            for read in self._reads(view):
+                if indirect or value.op == "slice_scatter":
+                    read = (read[0], None, 0)
+                reads[_broadcast(read, view.shape, value.shape)] = None
+        cell.reads, cell.ops = list(reads), frozenset(ops)
+        self.views[value] = _View(cell, value.shape, value.strides)
+        if value.how is How.RANDOM:
+            self._write(cell)
+
+    def _reads(self, view: _View) -> list[Read]:
+        if view.cell.source is not None:
+            return [(view.cell.source, view.strides, view.offset)]
+        return [_through(view, read) for read in view.cell.reads]
+
+    def _reduction(self, value: Value, operand: Value | None = None) -> _View:
+        operand = operand or value.inputs[0]
+        view, count = self.views[operand], max(1, numel(value.shape))
+        reduced = numel(operand.shape) // count
+        if 1 < reduced < _UNROLLED and count > 1 and self.cuda:
+            return self._unrolled(value, view)
+        inner = count == 1 or (len(value.shape) == len(operand.shape) and value.shape[-1] == 1)
+        splits = split_factor(reduced, count, inner) if self.cuda else 1
+        task = self._task(value, count, -(-reduced // splits))
+        task.shape, task.whole, task.rows_first = operand.shape, (count, reduced), inner
+        loops = _loops(operand.shape, value.shape)
+        for source, strides, start in self._reads(view):
+            turned = None if strides is None else [strides[dim] for dim in loops]
+            task.read(source, merged([view.shape[dim] for dim in loops], turned, start if splits == 1 else -splits))
+        if splits > 1:
+            partial = self._source(task, value, count * splits * ITEM_BYTES["float32"], Kind.TEMPORARY)
+            task.writes.append((partial, None))
+            task = self._task(value, count, splits)
+            task.read(partial, None)
+        return self._result(task, value)
+
+    def _unrolled(self, value: Value, view: _View) -> _View:
+        """A sum of a few numbers is elementwise."""
+        cell = _Cell(value, value.shape, value.strides)
+        cell.reads = list(dict.fromkeys([(source, None, 0) for source, _, _ in self._reads(view)]))
+        cell.ops = view.cell.ops | {value.index}
+        return _View(cell, value.shape, value.strides)
+
+    def _kernel(self, value: Value) -> None:
+        task = self._extern(value)
+        for item in value.users:
+            if item.how is How.ITEM:
+                self.views[item] = self._result(task, item)
+
+    def _extern(self, value: Value) -> Task:
+        """A kernel from outside reads whole buffers."""
+        operands = [(self._write(self.views[each].cell), self.views[each]) for each in value.inputs]
+        task = self._task(value, 0, 1, is_extern=True)
+        for source, _ in operands:
+            task.read(source, None)
+        return task
+
+    def _scatter(self, value: Value) -> None:
+        """Zeros are written, then the rows are added in place."""
+        zeros, *rest = value.inputs
+        cell = _Cell(value, value.shape, value.strides)
+        cell.source = source = self._write(_fresh(self.views[zeros].cell))
+        source.name, source.kind = value.name, value.kind
+        rows = rest[-1]
+        task = self._task(value, numel(rows.shape), 1)
+        for operand in rest:
+            view = self.views[operand]
+            for read in self._reads(view):
+                wide = _broadcast(read, view.shape, rows.shape) if operand is rows else (read[0], None, 0)
+                task.read(wide[0], merged(rows.shape, wide[1], wide[2]))
+        task.read(source, None)
+        after = self._source(task, value, 0, value.kind)
+        after.root = source
+        task.writes.append((after, None))
+        cell.source = after
+        self.views[value] = _View(cell, value.shape, value.strides)
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def _maybe_write(self, value: Value) -> None:
+        view = self.views[value]
+        cell = view.cell
+        if value in self.outputs:
+            self._write(cell)
+        if cell.source is not None:
+            return
+        users = [user for user in value.users if user in self.inside]
+        count = len(users) + (value in self.outputs)
+        if count > 1:
+            if any(user.op == "mm" for user in users) or (any(map(_is_kernel, users)) and self._nontrivial(cell) > 1):
+                self._write(cell, view.shape)  # a product of two matrices fixes the layout of what it reads
+                return
+            if self._is_large(cell) or cell.buffers > _READS_ON_REUSE or (not self.cuda and self._is_heavy(cell)):
+                self._write(cell)
+                return
+        if (cell.buffers > _READS or self._is_large(cell)) and self._nontrivial(cell) > 1:
+            self._write(cell)
+
+    def _nontrivial(self, cell: _Cell) -> int:
+        """Reads at places that are not always the same."""
+        return sum(strides is None or any(strides) for _, strides, _ in cell.reads)
+
+    def _is_large(self, cell: _Cell) -> bool:
+        return len(cell.ops) + len(cell.reads) > _OPERATIONS
+
+    def _is_heavy(self, cell: _Cell) -> bool:
+        return cell.value.op.partition("_")[0] in _HEAVY
+
+    def _write(self, cell: _Cell, shape: Shape | None = None) -> Source:
+        """Its buffer, written if it is not there, in loops over `shape`."""
+        if cell.source is None:
+            task = self._task(cell.value, numel(cell.shape), 1)
+            task.shape = shape or cell.shape
+            for source, strides, start in cell.reads:
+                task.read(source, merged(cell.shape, strides, start))
+            cell.source = self._result(task, cell.value).cell.source
+            cell.reads, cell.ops = [], frozenset()
+        assert cell.source is not None
+        return cell.source
+
+    def _task(self, value: Value, count: int, reduced: int, is_extern: bool = False) -> Task:
+        task = Task(len(self.tasks), value, count, reduced, is_extern)
+        self.tasks.append(task)
+        return task
+
+    def _source(self, task: Task, value: Value, size_bytes: int, kind: Kind) -> Source:
+        source = Source(value.name, size_bytes, value.dtype, kind, value.block, task)
+        source.batched = size_bytes != value.bytes or value.bytes % self.batch_size == 0  # padded, or in part a sum
+        return source
+
+    def _result(self, task: Task, value: Value) -> _View:
+        cell = _Cell(value, value.shape, value.strides)
+        padded = self.cuda and value not in self.visible and value.how is not How.ITEM
+        size = padded_bytes(value.shape, value.strides, value.dtype) if padded else value.bytes
+        cell.source = self._source(task, value, size, value.kind)
+        task.writes.append((cell.source, merged(value.shape, value.strides)))
+        return _View(cell, value.shape, value.strides)
+
+
+def _is_kernel(value: Value) -> bool:
+    """Whether it reads its operands from memory."""
+    return value.op == "bmm" or (
+        value.how is How.CALL and not value.facts.get("view") and not value.facts.get("reduction")
+    )
+
+
+def _loops(shape: Shape, reduced: Shape) -> list[int]:
+    """The dimensions of an operand as its reduction loops over them: those that stay, then those that go."""
+    if len(shape) == len(reduced):
+        stay = [size == kept for size, kept in zip(shape, reduced, strict=True)]
+    else:
+        stay = [place >= len(shape) - len(reduced) for place in range(len(shape))]
+    return sorted(range(len(shape)), key=lambda dim: not stay[dim])
+
+
+def base_of(value: Value) -> Value:
+    """What a view is a view of."""
+    while value.how is How.VIEW:
+        value = value.inputs[0]
+    return value
+
+
+def _fresh(cell: _Cell) -> _Cell:
+    """A copy that is written for itself."""
+    return _Cell(cell.value, cell.shape, cell.strides)
+
+
+SMS, _THREADS = 108, 2048  # multiprocessors and threads of the card assumed here: they move a few kilobytes
+_LEAST, _MOST = 32 * SMS * _THREADS, 512 * SMS * _THREADS  # numbers that fill it
+
+
+def split_factor(reduced: int, count: int, inner: bool) -> int:
+    """Into how many parts inductor splits a reduction with few results (choices.py `reduction_split_factor`)."""
+    whole = reduced * count
+    if inner:
+        if count >= 2 * SMS or reduced <= 8192:
+            return 1
+        blocks = -(-(SMS * _THREADS // 512) // count)
+        size = (
+            32 if whole <= _LEAST else _even(reduced, -(-reduced // (256 * blocks)), 30, 32) if whole < _MOST else 512
+        )
+        return -(-reduced // (size * 256))
+    if whole < _LEAST:
+        size = 32
+    elif whole < _MOST:
+        blocks = -(-(SMS * _THREADS // 256) // -(-count // 128))
+        size = _even(reduced, -(-reduced // (4 * blocks)), 20, 32)
+    else:
+        size = _even(reduced, 512, 50, 1)
+    return -(-reduced // (4 * size))
+
+
+def _even(whole: int, size: int, near: int, least: int) -> int:
+    """A divisor close to the wished size, else the size."""
+    for away in range(near):
+        for each in (size - away, size + away):
+            if each > 0 and whole % each == 0:
+                return max(each, least)
+    return size

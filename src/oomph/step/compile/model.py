@@ -1,0 +1,219 @@
+"""The programs that inductor generates for a config's model, as operations on buffers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from oomph.config.schema import TrainConfig
+from oomph.step import models
+from oomph.step.compile.decompose import RULES
+from oomph.step.compile.emit import emitted
+from oomph.step.compile.fuse import fused
+from oomph.step.compile.graph import How, Recorder, Traced, Value
+from oomph.step.compile.lower import Lowering, Source, base_of
+from oomph.step.compile.order import ordered
+from oomph.step.compile.partition import partition
+from oomph.step.compile.rewrite import rewritten
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
+from oomph.step.precision import precision
+from oomph.step.tensor.autograd import run_backward
+from oomph.step.tensor.tape import Module
+from oomph.step.tensor.tensor import Tensor
+
+ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: before, the loss's backward writes the targets out as a float32 matrix
+DONATED_FROM = (2, 6)  # pytorch#139669: since then what forward saved may be overwritten in place
+MIXED_FROM = (2, 10)  # one kernel may sum up along rows and columns: read in 2.13, the first version is assumed
+
+
+class CompiledModel(msgspec.Struct, frozen=True, eq=False):
+    """A model's programs. It returns the loss, and the logits where they are asked for; or its hidden state."""
+
+    batch: tuple[Buffer, ...]
+    forward: tuple[Op, ...]
+    returned: tuple[Buffer, ...]
+    tangents: tuple[Buffer, ...]  # the gradients of what it returns, as backward takes them
+    backward: tuple[Op, ...]
+    grads: dict[str, Buffer]  # by parameter name
+    evaluation: tuple[Op, ...]
+    evaluated: tuple[Buffer, ...]  # what an evaluation's forward returns
+    still_bytes: dict[Op, int] = {}  # of the bytes that operations move, those that the batch does not change
+    batched: frozenset[Buffer] = frozenset()  # whose size grows with it
+
+
+@lru_cache(maxsize=64)
+def compiled_model(config: TrainConfig, cuda: bool, threads: int, evaluates: bool) -> CompiledModel:
+    """The programs of a config's model. With a chunked loss, whatever the chunk, it ends with its hidden state."""
+    collects = gc.isenabled()
+    gc.disable()  # a graph is full of circles, all of them needed to the end
+    try:
+        return _Maker(config, cuda, threads, range(config.n_layer)).made(evaluates)
+    finally:
+        if collects:
+            gc.enable()
+
+
+class _Maker:
+    def __init__(self, config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> None:
+        self.config, self.cuda, self.layers = config, cuda, layers
+        self.precision = precision(config, cuda)
+        self.version = tuple([int(part) for part in config.torch_version.split(".")[:2]])
+        size = 8 * config.batch_size * config.block_size
+        self.batch = {name: Buffer(f"batch.{name}", size, Kind.INPUTS) for name in ("x", "y")}
+        self.weights = models.weights(config, self.precision)
+        self.still_bytes: dict[Op, int] = {}
+        self.batched: set[Buffer] = set()
+        self.options: dict[str, Any] = {"cuda": cuda, "threads": threads, "tf32": cuda and config.allow_tf32}
+
+    def made(self, evaluates: bool) -> CompiledModel:
+        recorder, returned = self._recorded(training=True)
+        tangents = [
+            recorder.input(f"tangent.{i}", t.shape, t.dtype, How.TANGENT, Kind.LOGITS) for i, t in enumerate(returned)
+        ]
+        recorder.grad_enabled, recorder.autocast = False, self.precision.autocast
+        run_backward(*reversed([(out, grad.detach()) for out, grad in zip(returned, tangents, strict=True)]))
+        grads: dict[str, Value] = dict(recorder.grads)  # type: ignore[arg-type]
+        graphs = partition(recorder.values, [_value(each) for each in returned], grads.values())
+        inputs = [value for value in recorder.values if value.how is How.INPUT]
+        memory = {value: self._memory(value) for value in inputs}
+        forward = self._forward(graphs.forward, memory, returned, graphs.saved, Phase.FORWARD)
+        results = [memory[_value(each)] for each in returned]
+        memory |= {each.value: Buffer(f"{each.value.name}.zeros", each.bytes, Kind.LOGITS) for each in tangents}
+        held = {*(memory[value] for value in inputs if value.kind is Kind.PARAMETERS), *results}
+        if not self.config.loss_chunk:
+            held.add(memory[tangents[0].value])  # of the loss: the loop's
+        backward, made = self._generated(graphs.backward, graphs.saved, tangents, memory, list(grads.values()), held)
+        found, copies = _apart({name: made[value] for name, value in grads.items()})
+        evaluation, evaluated = self._evaluation() if evaluates else ((), ())
+        return CompiledModel(
+            batch=tuple(self.batch.values()),
+            forward=forward,
+            returned=tuple(results),
+            tangents=tuple([memory[each.value] for each in tangents]),
+            backward=(*backward, *copies),
+            grads=found,
+            evaluation=evaluation,
+            evaluated=evaluated,
+            still_bytes=self.still_bytes,
+            batched=frozenset(self.batched),
+        )
+
+    def _recorded(self, training: bool) -> tuple[Recorder, list[Tensor]]:
+        """The model's graph, and what it returns: the loss first, or the hidden state that a chunked loss takes."""
+        config = self.config
+        recorder = Recorder(self.weights, RULES, layers=self.layers, **self.options)
+        recorder.training = recorder.grad_enabled = training
+        recorder.writes_one_hot = self.version < ONE_HOT_BEFORE
+        for name in self.weights:
+            recorder.parameter(name)
+        shape = (config.batch_size, config.block_size)
+        batch = [recorder.input(name, shape, "int64", kind=Kind.INPUTS) for name in self.batch]
+        recorder.autocast = self.precision.autocast
+        logits, loss = models.forward(config)(Module(recorder, config), *batch)
+        recorder.autocast = None
+        return recorder, [loss, *([logits] if config.return_logits and logits is not None else [])]
+
+    def _memory(self, value: Value) -> Buffer:
+        return self.batch.get(value.name) or Buffer(value.name, value.bytes, value.kind, value.block)
+
+    def _forward(
+        self,
+        graph: Sequence[Value],
+        memory: dict[Value, Buffer],
+        returned: Sequence[Tensor],
+        saved: Sequence[Value],
+        phase: Phase,
+    ) -> tuple[Op, ...]:
+        """The program; `memory` gets what it returns and saves."""
+        visible = [_value(each) for each in returned]
+        given = {value: _input(value) for value in memory}
+        outputs = [*visible, *(value for value in saved if value.how is not How.INPUT)]
+        ops, made = self._run(graph, given, memory, outputs, set(memory.values()), phase, visible)
+        memory |= made
+        return ops
+
+    def _generated(
+        self,
+        graph: Sequence[Value],
+        saved: Sequence[Value],
+        tangents: Sequence[Traced],
+        memory: Mapping[Value, Buffer],
+        outputs: list[Value],
+        held: Collection[Buffer],
+    ) -> tuple[tuple[Op, ...], dict[Value, Buffer]]:
+        """The backward program, and the memory of the gradients it returns."""
+        given = {value: _input(value) for value in (*saved, *(tangent.value for tangent in tangents))}
+        for value in saved:
+            given[value].freeable = value.how is not How.INPUT
+            given[value].donated = given[value].freeable and self.version >= DONATED_FROM
+        return self._run(graph, given, memory, outputs, held, Phase.BACKWARD)
+
+    def _run(
+        self,
+        graph: Sequence[Value],
+        given: Mapping[Value, Source],
+        memory: Mapping[Value, Buffer],
+        outputs: Sequence[Value],
+        held: Collection[Buffer],
+        phase: Phase,
+        visible: Iterable[Value] = (),
+    ) -> tuple[tuple[Op, ...], dict[Value, Buffer]]:
+        for value, source in given.items():
+            if value in memory and value.bytes == base_of(value).bytes:
+                source.bytes = memory[value].bytes  # with its padding
+        batch_size = self.config.batch_size
+        for value, source in given.items():
+            source.batched = value.bytes % batch_size == 0
+        lowering = Lowering(rewritten(graph, outputs, self.cuda), given, outputs, self.cuda, visible, batch_size)
+        found = lowering.run()
+        order, live = ordered(fused(lowering.tasks, self.cuda and self.version >= MIXED_FROM), given.values())
+        buffers = {source: memory[value] for value, source in given.items() if value in memory}
+        ops, still = emitted(order, live, buffers, held, phase)
+        self.still_bytes |= still
+        self.batched |= {buffer for source, buffer in buffers.items() if source.batched}
+        return ops, {value: buffers[source.root] for value, source in found.items()}
+
+    def _evaluation(self) -> tuple[tuple[Op, ...], tuple[Buffer, ...]]:
+        """The forward program without gradients, and what it returns."""
+        recorder, returned = self._recorded(training=False)
+        memory = {value: self._memory(value) for value in recorder.values if value.how is How.INPUT}
+        wanted = {_value(each) for each in returned}
+        graph = [value for value in recorder.values if value.how is not How.INPUT]
+        ops = self._forward(_used(graph, wanted), memory, returned, (), Phase.EVAL)
+        return ops, tuple([memory[_value(each)] for each in returned])
+
+
+def _apart(grads: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Op]]:
+    """Gradients with a buffer each, and the copies for that: autograd copies one that two parameters have in common."""
+    copies: list[Op] = []
+    seen: set[Buffer] = set()
+    for name, buffer in grads.items():
+        if buffer in seen:
+            own = grads[name] = Buffer(f"{name}.grad", buffer.bytes, Kind.GRADIENTS, buffer.block)
+            copies.append(Op(own.name, Phase.BACKWARD, (own,), (), Kernel.POINTWISE, bytes_moved=2 * own.bytes))
+        seen.add(buffer)
+    return grads, copies
+
+
+def _value(tensor: Tensor) -> Value:
+    assert isinstance(tensor, Traced)
+    return tensor.value
+
+
+def _input(value: Value) -> Source:
+    return Source(value.name, value.bytes, value.dtype, value.kind, value.block, None)
+
+
+def _used(graph: Sequence[Value], wanted: Collection[Value]) -> list[Value]:
+    """Only what the wanted values need."""
+    found, todo = set[Value](), list(wanted)
+    while todo:
+        value = todo.pop()
+        if value not in found:
+            found.add(value)
+            todo += value.inputs
+    return [value for value in graph if value in found]

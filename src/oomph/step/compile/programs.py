@@ -1,0 +1,140 @@
+"""A compiled model in its program: the loss in chunks after it, where there is one, and the training loop around it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+
+from oomph.config.schema import TrainConfig
+from oomph.step import models
+from oomph.step.compile.loop import Loop, Programs
+from oomph.step.compile.model import CompiledModel, compiled_model
+from oomph.step.compile.scale import scaled_model
+from oomph.step.loop import model_buffers
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Step
+from oomph.step.optimizer import Optimizer
+from oomph.step.parameters import parameters
+from oomph.step.precision import precision
+from oomph.step.renewal import exchanged
+from oomph.step.tensor.autograd import Leaf, run_backward
+from oomph.step.tensor.loss import chunked_cross_entropy
+from oomph.step.tensor.tape import Tape
+from oomph.step.tensor.tensor import Storage, Tensor
+
+_replace = msgspec.structs.replace
+# What is around a compiled model, and changes nothing in it.
+_AROUND = {
+    "gradient_accumulation_steps": 1, "world_size": 1, "eval_iters": 1, "optimizer": "adamw", "optimizer_loop": "fused",
+    "expandable_segments": False, "grad_clip": 1.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95,
+    "learning_rate": 1.0, "min_lr": 0.0, "max_iters": 1, "warmup_iters": 0, "lr_decay_iters": 0, "decay_lr": False,
+    "eval_only": False,
+}  # fmt: skip
+
+
+def build(
+    config: TrainConfig,
+    cuda: bool = True,
+    first: bool = False,
+    threads: int = 1,
+    evaluates: bool = True,
+    nearly: bool = False,
+) -> Step:
+    """One optimizer step of a settled config under torch.compile, and, unless it is not asked for, one evaluation.
+
+    `nearly`: the model's programs may be scaled from those of other batch sizes.
+    """
+    alike = _replace(config, **_AROUND)
+    micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
+    keeps_outputs = config.trainer != "hf"  # the Trainer lets go of them before backward
+    found = programs(alike, cuda, threads, evaluates, nearly)
+    loop = Loop(found, micro_steps, 2 * config.eval_iters, keeps_outputs)
+    return loop.step(Optimizer(config, cuda, parameters(config)), model_buffers(config, cuda), first)
+
+
+@lru_cache(maxsize=16)  # a plan asks twice, for the first step and a later one; a search, for many accumulations
+def programs(config: TrainConfig, cuda: bool, threads: int, evaluates: bool = True, nearly: bool = False) -> Programs:
+    """The model's programs with the loss; without `evaluates` those of training alone."""
+    make = scaled_model if nearly else compiled_model
+    model = make(_replace(config, loss_chunk=min(config.loss_chunk or 0, 1)), cuda, threads, evaluates)
+    if config.loss_chunk:
+        return _with_chunks(model, config, cuda, threads)
+    return Programs(
+        batch=model.batch,
+        forward=model.forward,
+        loss=model.returned[0],
+        outputs=model.returned[1:],
+        zeros=model.tangents[1:],
+        backward=model.backward,
+        grads=model.grads,
+        evaluation=model.evaluation,
+        evaluation_outputs=model.evaluated,
+    )
+
+
+def _with_chunks(model: CompiledModel, config: TrainConfig, cuda: bool, threads: int) -> Programs:
+    chunks = Chunks(config, cuda, threads, model.returned[0], learns=True)
+    own = {chunks.hidden_grad: model.tangents[0]}
+    first, last = exchanged(chunks.backward, own), exchanged(chunks.forward, own)
+    grads = dict(model.grads)
+    backward = (*first, *model.backward, *chunks.added(grads))
+    evaluation: tuple[Op, ...] = ()
+    evaluated: tuple[Buffer, ...] = ()
+    if model.evaluated:
+        alone = Chunks(config, cuda, threads, model.evaluated[0], learns=False)
+        evaluation, evaluated = (*model.evaluation, *alone.forward), (alone.loss,)
+    return Programs(
+        batch=model.batch,
+        forward=(*model.forward, *last),
+        loss=chunks.loss,
+        outputs=(),
+        zeros=(),
+        backward=backward,
+        grads=grads,
+        evaluation=evaluation,
+        evaluation_outputs=evaluated,
+    )
+
+
+class Chunks:
+    """The chunked loss after a compiled model: a function that runs eagerly, between the two programs."""
+
+    def __init__(self, config: TrainConfig, cuda: bool, threads: int, hidden: Buffer, learns: bool) -> None:
+        dtypes = precision(config, cuda)
+        weights = models.weights(config, dtypes)
+        tape = Tape(weights, cuda=cuda, threads=threads, tf32=cuda and config.allow_tf32)
+        tape.autocast, tape.compiles_loss, tape.grad_enabled = dtypes.autocast, True, learns
+        tape.ledger.phase = Phase.FORWARD if learns else Phase.EVAL
+        tape.kind, tape.scope = Kind.LOGITS, "loss"
+        shape = (config.batch_size, config.block_size, config.n_embd)
+        state = tape.tensor(Storage(tape.ledger, hidden), shape, dtypes.weights)
+        if learns:
+            state.edge = (Leaf(tape, "hidden", shape, state.dtype), 0)
+        self.head = "transformer.wte.weight" if config.tie_weights else "lm_head.weight"
+        loss = chunked_cross_entropy(state, tape.parameter(self.head), config.loss_chunk or 0)
+        del state
+        self.forward = tape.ledger.ops()
+        assert loss.storage is not None
+        self.loss = loss.storage.buffer
+        self.backward: tuple[Op, ...] = ()
+        if learns:
+            self._back(tape, loss)
+
+    def _back(self, tape: Tape, loss: Tensor) -> None:
+        tape.ledger.phase = Phase.BACKWARD
+        kept = loss.storage
+        incoming = Tensor(tape, None, (), (), "float32")
+        run_backward((loss, incoming))
+        del loss
+        self.backward = tape.ledger.ops()
+        hidden, head = tape.grads["hidden"], tape.grads[self.head]
+        assert hidden is not None and head is not None and kept is not None
+        self.hidden_grad, self.head_grad = hidden.buffer, head.buffer
+
+    def added(self, grads: dict[str, Buffer]) -> list[Op]:
+        """The head's gradient is this function's; what the compiled program has for the same weight is added to it."""
+        own = grads.get(self.head)
+        grads[self.head] = self.head_grad
+        if own is None:
+            return []
+        return [Op(f"{self.head}.grad", Phase.BACKWARD, (), (own,), Kernel.POINTWISE, bytes_moved=3 * own.bytes)]

@@ -1,0 +1,188 @@
+"""A deep model from a shallow one: a block is interpreted once and repeated where it repeats.
+
+Of a run of equal blocks the first two and the last are interpreted. The second one's operations are then written again
+for each block left out, on buffers of their own. Blocks may come in groups (Gemma's five windows and a full attention):
+then the groups repeat. What a block's operations say of the block before and of the block after is carried over by the
+place of a buffer among those that its block made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+
+from oomph.step.ops import Buffer, Op, Phase
+
+
+def block_of(name: str) -> int | None:
+    """The transformer block that a name speaks of: its first number."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+class Gap:
+    """Blocks left out: their pattern, and the blocks around them."""
+
+    def __init__(self, before: int, template: int, after: int, period: int) -> None:
+        """`template` is the first block of the group that repeats until the block `after`."""
+        self.before, self.template, self.after, self.period = before, template, after, period
+
+    @property
+    def copies(self) -> int:
+        """How many groups are left out."""
+        return (self.after - self.template) // self.period - 1
+
+    def group_of(self, block: int | None) -> int | None:
+        """Where a block stands: -1 before the pattern, 0 in it, 1 after it, None elsewhere."""
+        if block is None:
+            return None
+        for offset, first in ((-1, self.before), (0, self.template), (1, self.after)):
+            if first <= block < first + self.period:
+                return offset
+        return None
+
+
+def sample(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], list[Gap]]:
+    """Which blocks to interpret of a model whose blocks are of these kinds, and the gaps between them."""
+    period = next((p for p in (1, 2, 3, 4, 5, 6, 8) if _repeats(kinds, p)), 0)
+    if period > 1:
+        return _sampled_run(0, len(kinds), period)
+    chosen: list[int] = []
+    gaps: list[Gap] = []
+    start = 0
+    while start < len(kinds):
+        end = start
+        while end < len(kinds) and kinds[end] == kinds[start]:
+            end += 1
+        layers, found = _sampled_run(start, end, 1)
+        chosen += layers
+        gaps += found
+        start = end
+    return tuple(chosen), gaps
+
+
+def _repeats(kinds: Sequence[Hashable], period: int) -> bool:
+    return all(kind == kinds[index % period] for index, kind in enumerate(kinds))
+
+
+def _sampled_run(start: int, end: int, period: int) -> tuple[tuple[int, ...], list[Gap]]:
+    groups = (end - start) // period
+    last = start + (groups - 1) * period  # the last whole group; an incomplete one may follow
+    if groups < 4:
+        return tuple(range(start, end)), []
+    template = start + period
+    layers = (*range(start, template + period), *range(last, end))
+    return layers, [Gap(start, template, last, period)]
+
+
+class UnlikeBlocksError(Exception):
+    """Blocks taken for alike are not: the model has to be interpreted whole."""
+
+
+def deepened(
+    sections: Sequence[Sequence[Op]], grads: Mapping[str, Buffer], gap: Gap
+) -> tuple[list[tuple[Op, ...]], dict[str, Buffer]]:
+    """Sections and gradients with the blocks of a gap filled in."""
+    copying = _Copying(sections, gap)
+    result = [tuple(copying.section(ops)) for ops in sections]
+    more: dict[str, Buffer] = {}
+    for name, buffer in grads.items():
+        more[name] = buffer
+        if copying.places.get(buffer, (None, 0))[0] == 0:
+            for copy in range(1, gap.copies + 1):
+                more[copying.renamed(name, copy)] = copying.of(buffer, copy)
+    return result, more
+
+
+class _Copying:
+    def __init__(self, sections: Sequence[Sequence[Op]], gap: Gap) -> None:
+        self.gap = gap
+        groups: dict[int, list[Buffer]] = {-1: [], 0: [], 1: []}
+        self.places: dict[Buffer, tuple[int, int]] = {}
+        for ops in sections:
+            for op in ops:
+                for buffer in op.allocates:
+                    offset = gap.group_of(buffer.block)
+                    if offset is not None:
+                        self.places[buffer] = (offset, len(groups[offset]))
+                        groups[offset].append(buffer)
+        sizes = [[(b.bytes, b.kind) for b in groups[offset]] for offset in (-1, 0, 1)]
+        if not sizes[0] == sizes[1] == sizes[2]:
+            raise UnlikeBlocksError
+        self.before, own, self.after = groups[-1], groups[0], groups[1]
+        self.copies = [own]
+        for copy in range(1, gap.copies + 1):
+            shift = copy * gap.period
+            self.copies.append(
+                [Buffer(self.renamed(b.name, copy), b.bytes, b.kind, (b.block or 0) + shift) for b in own]
+            )
+
+    def renamed(self, name: str, copy: int) -> str:
+        """A name that the pattern speaks of as it is in one of its copies."""
+        block = block_of(name)
+        offset = self.gap.group_of(block)
+        if block is None or offset is None or copy + offset < 0:
+            return name
+        gap, at = self.gap, copy + offset
+        first = gap.template + at * gap.period if at <= gap.copies else gap.after
+        own = (gap.before, gap.template, gap.after)[offset + 1]
+        return re.sub(rf"(^|\.){block}(?=\.|$)", rf"\g<1>{first + block - own}", name, count=1)
+
+    def of(self, buffer: Buffer, copy: int) -> Buffer:
+        """What a copy has in place of a buffer that the pattern speaks of."""
+        place = self.places.get(buffer)
+        if place is None:
+            return buffer
+        offset, index = place
+        at = copy + offset
+        if at < 0:
+            return self.before[index]
+        return self.after[index] if at > self.gap.copies else self.copies[at][index]
+
+    def section(self, ops: Sequence[Op]) -> list[Op]:
+        result: list[Op] = []
+        start = 0
+        while start < len(ops):
+            offset = self.gap.group_of(ops[start].block)
+            end = start
+            if offset != 0:
+                result.append(self._outside(ops[start], offset))
+                start += 1
+                continue
+            while end < len(ops) and self.gap.group_of(ops[end].block) == 0:
+                end += 1
+            order = range(self.gap.copies + 1)
+            for copy in reversed(order) if ops[start].phase is Phase.BACKWARD else order:
+                result += self._copy(ops[start:end], copy)
+            start = end
+        return result
+
+    def _outside(self, op: Op, offset: int | None) -> Op:
+        """An operation of another block: what it says of the pattern's buffers is true of the copy next to it."""
+        if offset == -1 or not any(self.places.get(b, (1, 0))[0] == 0 for b in (*op.allocates, *op.frees)):
+            return op
+        last = self.gap.copies
+        near = range(last, last + 1) if offset == 1 else range(last + 1)  # of no block: what holds of one holds of all
+        allocates, frees = (self._near(buffers, near) for buffers in (op.allocates, op.frees))
+        work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times, op.block)
+        return Op(op.name, op.phase, allocates, frees, *work)
+
+    def _near(self, buffers: Sequence[Buffer], copies: Sequence[int]) -> tuple[Buffer, ...]:
+        """The buffers, those of the pattern as they are in these copies."""
+        found: list[Buffer] = []
+        for buffer in buffers:
+            own = self.places.get(buffer, (1, 0))[0] == 0
+            found += [self.of(buffer, copy) for copy in copies] if own else [buffer]
+        return tuple(found)
+
+    def _copy(self, ops: Sequence[Op], copy: int) -> list[Op]:
+        of = self.of
+        result: list[Op] = []
+        shift = copy * self.gap.period
+        for op in ops:
+            allocates = tuple([of(buffer, copy) for buffer in op.allocates])
+            frees = tuple([of(buffer, copy) for buffer in op.frees])
+            name = self.renamed(op.name, copy) if copy else op.name
+            block = (op.block or 0) + shift
+            work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times)
+            result.append(Op(name, op.phase, allocates, frees, *work, block))
+        return result

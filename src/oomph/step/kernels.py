@@ -1,0 +1,124 @@
+"""What PyTorch's kernels allocate beside their results. Shared by the arithmetic and the trace.
+
+CUDA's are read from PyTorch's sources: `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp` (mha_fwd,
+mha_bwd) and `.../cuda/attention_backward.cu` (_efficient_attention_backward). The CPU's are seen by PyTorch's profiler.
+"""
+
+from __future__ import annotations
+
+FLASH_STATE_BYTES = (16, 8)  # the random state and an unused twin: two uint64, and one
+RANDOM_STATE_BYTES = 5056  # torch.get_rng_state(): a Mersenne Twister's 624 words of 8 bytes, and where it stands
+_FLASH_ROWS = 128  # the backward pads a sequence to this
+_EFFICIENT_ROWS = 32  # the forward pads its logsumexp to this
+_EFFICIENT_TILE = 64  # rows and columns of a tile in the backward, with 16 bytes for its lock
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def flash_lse_bytes(batch: int, heads: int, tokens: int) -> int:
+    """The logarithm of each row's sum: one float32 a head and token."""
+    return 4 * batch * heads * tokens
+
+
+def flash_backward_bytes(
+    batch: int, heads: int, tokens: int, head_size: int, key_heads: int | None = None
+) -> tuple[int, ...]:
+    """Temporaries of the flash backward: each row's dot product, and the queries' gradient summed up in float32.
+
+    With fewer heads of keys than of queries also the gradients of keys and values, a head of queries each, in half.
+    """
+    rows = _up(tokens, _FLASH_ROWS)
+    columns = _up(head_size, 32 if head_size <= 128 else 64)
+    grouped = key_heads is not None and key_heads < heads
+    expanded = 2 * (2 * batch * heads * tokens * head_size,) if grouped else ()
+    return 4 * batch * heads * rows, 4 * batch * rows * heads * columns, *expanded
+
+
+def efficient_rows(tokens: int) -> int:
+    """The rows of the memory-efficient kernel's logsumexp: padded."""
+    return _up(tokens, _EFFICIENT_ROWS)
+
+
+def flash3_backward_bytes(batch: int, heads: int, tokens: int, head_size: int, key_heads: int) -> tuple[int, ...]:
+    """FlashAttention 3's: each row's dot product and logsumexp, the queries' gradient in float32, and its locks.
+
+    With fewer heads of keys than of queries also the keys' and values' gradients in float32.
+    """
+    rows, columns = _up(tokens, _FLASH_ROWS), _up(head_size, 32 if head_size <= 128 else 64)
+    row_bytes, locks = 4 * batch * heads * rows, 4 * batch * heads * -(-tokens // _FLASH_ROWS)
+    grouped = 2 * (4 * batch * key_heads * rows * columns,) if key_heads < heads else ()
+    return row_bytes, row_bytes, row_bytes * columns, locks, *grouped
+
+
+def efficient_lse_bytes(batch: int, heads: int, tokens: int) -> int:
+    """As flash's, with rows padded."""
+    return 4 * batch * heads * efficient_rows(tokens)
+
+
+def efficient_backward_bytes(
+    batch: int, heads: int, tokens: int, head_size: int, half: bool, value_size: int | None = None
+) -> tuple[int, ...]:
+    """Temporaries of the memory-efficient backward.
+
+    In half precision: each row's dot product, and tiles in which the queries' gradient is summed up in float32. In
+    float32: the product of output and gradient, its row sums, and those sums once more, transposed.
+    """
+    sums = 4 * batch * heads * tokens
+    if not half:
+        return 4 * batch * heads * tokens * (value_size or head_size), sums, sums
+    tiles = -(-tokens // _EFFICIENT_TILE) * -(-head_size // _EFFICIENT_TILE)
+    return sums, batch * heads * tiles * (4 * _EFFICIENT_TILE * _EFFICIENT_TILE + 16)
+
+
+def _cpu_tile(tokens: int) -> tuple[int, int]:
+    """Rows of queries and of keys that the CPU's flash kernel takes at once."""
+    queries = 256 if tokens >= 768 else 64 if tokens >= 192 else 32
+    return min(queries, tokens), min(512, tokens)
+
+
+def cpu_flash_bytes(threads: int, tokens: int, head_size: int, half: bool = False) -> int:
+    """A thread's scores, its rows' maxima and sums, and its output; for half inputs the scores once more in half."""
+    queries, keys = _cpu_tile(tokens)
+    halves = 2 * queries * keys if half else 0
+    return threads * (4 * (queries * keys + 2 * queries + queries * head_size) + halves)
+
+
+def cpu_flash_backward_bytes(threads: int, tokens: int, half: bool = False) -> tuple[int, int]:
+    """Each thread's scores and their gradient, for half inputs once more in half; and one tile's dot products."""
+    queries, keys = _cpu_tile(tokens)
+    return (6 if half else 4) * threads * 2 * queries * keys, 4 * queries
+
+
+def cpu_layer_norm_backward_bytes(threads: int, width: int, weight_bytes: int) -> int:
+    """Each thread's share of the weight's and the bias's gradient."""
+    return threads * 2 * width * weight_bytes
+
+
+def cpu_lstm_workspace_bytes(steps: int, rows: int, inputs: int, hidden: int) -> int:
+    """What oneDNN keeps of an LSTM layer for its backward, in whole pages: gates, outputs, and states with gradients.
+
+    As oneDNN 3.12 lays it out for float32 (`src/cpu/rnn/rnn_utils.cpp`), and as seen on shapes of all kinds.
+    """
+    done, begun = 4 * steps * rows, 4 * 2 * (steps + 1) * rows  # states have a first one, and are the layer's and below
+    parts = [done * _spaced(4 * hidden), done * _spaced(hidden)]
+    parts += 3 * [begun * _spaced(max(inputs, hidden))] + 2 * [begun * hidden]
+    return sum(_up(part, 4096) for part in parts)
+
+
+def cpu_lstm_bytes(steps: int, rows: int, inputs: int, hidden: int) -> tuple[int, ...]:
+    """An LSTM layer's temporaries: both weights laid out anew, and the gates of all steps."""
+    gates = 4 * _spaced(4 * hidden)
+    return inputs * gates, hidden * gates, steps * rows * gates
+
+
+def _spaced(columns: int) -> int:
+    """oneDNN's rows: whole cache lines, but no multiple of 1024 bytes."""
+    whole = _up(columns, 16)
+    return whole + 16 if whole % 256 == 0 else whole
+
+
+def safe_softmax_bytes(rows: int, columns: int, float_bytes: int) -> tuple[int, int, int]:
+    """Which scores are minus infinity, which rows hold nothing else, and the zero these are filled with."""
+    return rows * columns, rows, float_bytes

@@ -1,0 +1,123 @@
+"""transformers' GPT-NeoX (5.22), which Pythia is: attention and MLP beside each other, part of each head rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from oomph.step.models.llama import (
+    attention_interface,
+    causal_lm_loss,
+    causal_mask,
+    positions,
+    rotary_embedding,
+    rotate,
+    run_layer,
+)
+from oomph.step.ops import Kind
+from oomph.step.tensor.activations import activate
+from oomph.step.tensor.functions import (
+    add,
+    contiguous,
+    dropout,
+    embedding,
+    layer_norm,
+    linear,
+    reshape,
+    split,
+    transpose,
+)
+from oomph.step.tensor.layout import Shape
+from oomph.step.tensor.loss import enter_loss
+from oomph.step.tensor.tape import Module, forward
+from oomph.step.tensor.tensor import Tensor
+
+
+def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes in the order of `named_parameters()`. A tied head has none of its own."""
+    width, inner = c.n_embd, c.intermediate_size or 4 * c.n_embd
+    yield "gpt_neox.embed_in.weight", (c.vocab_size, width)
+    for index in range(c.n_layer):
+        layer = f"gpt_neox.layers.{index}"
+        yield from _with_bias(f"{layer}.input_layernorm", (width,))
+        yield from _with_bias(f"{layer}.post_attention_layernorm", (width,))
+        yield from _with_bias(f"{layer}.attention.query_key_value", (3 * width, width), c.bias)
+        yield from _with_bias(f"{layer}.attention.dense", (width, width), c.bias)
+        yield from _with_bias(f"{layer}.mlp.dense_h_to_4h", (inner, width))
+        yield from _with_bias(f"{layer}.mlp.dense_4h_to_h", (width, inner))
+    yield from _with_bias("gpt_neox.final_layer_norm", (width,))
+    if not c.tie_weights:
+        yield "lm_head.weight", (c.vocab_size, width)
+
+
+def _with_bias(name: str, shape: Shape, bias: bool = True) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", shape
+    if bias:
+        yield f"{name}.bias", shape[:1]
+
+
+@forward
+def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """GPTNeoXForCausalLM.forward: logits and loss."""
+    hidden_states = decoder(m / "gpt_neox", ids)
+    head = (m / "gpt_neox.embed_in" if m.config.tie_weights else m / "lm_head").parameter("weight")
+    logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
+    enter_loss(m.tape)
+    m.tape.scope = "loss"
+    return logits, causal_lm_loss(logits, labels)
+
+
+@forward
+def decoder(m: Module, ids: Tensor) -> Tensor:
+    """GPTNeoXModel.forward."""
+    c, tape, (batch, tokens) = m.config, m.tape, ids.shape
+    inputs_embeds = embedding(m / "embed_in", ids)
+    position_ids = positions(tape, tokens)
+    mask = causal_mask(c, tape, batch, tokens, inputs_embeds.dtype, False)
+    hidden_states = dropout(inputs_embeds, c.dropout)
+    cos, sin = rotary_embedding(m / "rotary_emb", hidden_states, position_ids)
+    for index in tape.layers:
+        tape.block = index
+        run = partial(block, m / "layers" / index, cos=cos, sin=sin, mask=mask)
+        hidden_states = run_layer(c, tape, run, hidden_states, position_ids)
+    tape.block = None
+    return layer_norm(m / "final_layer_norm", hidden_states)
+
+
+@forward
+def block(m: Module, hidden_states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    """GPTNeoXLayer.forward."""
+    rate = m.config.dropout
+    attn_output = attention(m / "attention", layer_norm(m / "input_layernorm", hidden_states), cos, sin, mask)
+    attn_output = dropout(attn_output, rate)
+    if m.config.use_parallel_residual:
+        mlp_output = mlp(m / "mlp", layer_norm(m / "post_attention_layernorm", hidden_states))
+        mlp_output = dropout(mlp_output, rate)
+        return add(add(mlp_output, attn_output), hidden_states)
+    attn_output = add(attn_output, hidden_states)
+    mlp_output = mlp(m / "mlp", layer_norm(m / "post_attention_layernorm", attn_output))
+    mlp_output = dropout(mlp_output, rate)
+    return add(mlp_output, attn_output)
+
+
+@forward
+def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    """GPTNeoXAttention.forward: queries, keys and values lie beside each other within a head."""
+    batch, tokens, width = x.shape
+    count = m.config.n_head
+    size = width // count
+    qkv = transpose(reshape(linear(m / "query_key_value", x), batch, tokens, count, 3 * size), 1, 2)
+    query_states, key_states, value_states = split(qkv, [size] * 3)
+    query_states, key_states = rotate(m.config, query_states, key_states, cos, sin)
+    attn_output = attention_interface(m, query_states, key_states, value_states, mask)
+    attn_output = contiguous(reshape(attn_output, *x.shape))
+    return linear(m / "dense", attn_output)
+
+
+@forward
+def mlp(m: Module, hidden_states: Tensor) -> Tensor:
+    """GPTNeoXMLP.forward."""
+    hidden_states = linear(m / "dense_h_to_4h", hidden_states)
+    hidden_states = activate(hidden_states, m.config.hidden_act)
+    return linear(m / "dense_4h_to_h", hidden_states)

@@ -1,0 +1,1 @@
+"""Memory snapshots as PyTorch records them: read and written."""

@@ -1,0 +1,300 @@
+"""The op list of one training step of any nn.Module, from a run on fake tensors: nothing is computed or allocated.
+
+`trace` plays nanoGPT's loop on the model: micro-steps that keep the last output until the next is there and fetch the
+next batch before backward, then clipping, the optimizer, and an evaluation. With `cuda` it follows a GPU's autocast
+rules and kernels, on any machine; without, the CPU's. `fake=False` runs it for real and records that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+
+from oomph.step.depth import UnlikeBlocksError
+from oomph.step.ops import Buffer, Kind, Phase, Section, Step
+from oomph.step.trace.fakes import DTYPES, Model, convert, drawing_ones, grouping_floats, on_fakes, uncollected
+from oomph.step.trace.hugging_face import deciding_as_eager
+from oomph.step.trace.kernels import random_states, rules
+from oomph.step.trace.loss import find_loss
+from oomph.step.trace.optimizer import Updater
+from oomph.step.trace.record import Live, Recorder
+from oomph.step.trace.template import Lists
+
+LossOf = Callable[[Any, tuple[torch.Tensor, ...]], torch.Tensor]
+
+
+def trace(
+    model: Model,
+    inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
+    *,
+    loss: LossOf | None = None,
+    dtype: str = "bfloat16",
+    autocast: bool = True,
+    cuda: bool = True,
+    attention: str = "flash",
+    optimizer: str = "adamw",
+    optimizer_loop: str = "fused",
+    accumulation: int = 3,
+    grad_clip: float = 1.0,
+    keep_output: bool = True,
+    first: bool = False,
+    fake: bool = True,
+) -> Step:
+    """One optimizer step and one evaluation of `model(*inputs)`, or of `model(**inputs)` where they have names.
+
+    `model` is a module, or a function that builds one, which is then called on fake tensors. `loss` picks the loss out
+    of what the model returns; by default what is named `loss`, the last scalar of a tuple, or the result itself.
+    `keep_output` holds the rest of the result as nanoGPT's loop holds its logits. `first` is a run's first step.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    with mode:
+        built = _prepare(model, mode if isinstance(mode, FakeTensorMode) else None)
+        if not autocast:
+            convert(built, DTYPES[dtype])
+        names = tuple(inputs) if isinstance(inputs, Mapping) else ()
+        given = inputs.values() if isinstance(inputs, Mapping) else inputs
+        batch = tuple(torch.zeros_like(tensor) if fake else tensor for tensor in given)
+        with recording(built, cuda=cuda, attention=attention) as recorder:
+            half = DTYPES[dtype] if autocast and dtype != "float32" else None
+            program = _Program(built, batch, names, recorder, loss or _loss_of, keep_output, accumulation, half)
+            program.updater = Updater(built, optimizer, optimizer_loop, grad_clip, half)
+            program.scale = program.updater.scale
+            del batch
+            return program.play(first)
+
+
+def lists(
+    model: nn.Module, inputs: Sequence[torch.Tensor], *, dtype: str, autocast: bool, cuda: bool, attention: str
+) -> Lists:
+    """A batch of an evaluation, and the first micro-step of a step that is not the run's first.
+
+    Both are on fake tensors, in whose mode this is called. The loop around them is the same for all models.
+    """
+    half = DTYPES[dtype] if autocast and dtype != "float32" else None
+    with recording(model, cuda=cuda, attention=attention) as recorder:
+        batch = tuple(torch.zeros_like(tensor) for tensor in inputs)
+        program = _Program(model, batch, (), recorder, _loss_of, True, 1, half)
+        if half is torch.float16:
+            amplifier = torch.ones(())
+            program.scale = lambda loss: loss * amplifier
+        del batch
+        program.adopt()
+        program.recorder.section("before")
+        evaluation = program.evaluate(batches=1)[0]
+        before = program.hold()
+        program.micro_step()
+        micro_step = recorder.section("micro-step")
+        after = program.held()
+        if [b.bytes for b in before] != [b.bytes for b in after]:
+            raise UnlikeBlocksError  # it returns something else in an evaluation
+        grads = {n: made.settle() for n, p in model.named_parameters() if (made := _gradient(recorder, p))}
+        for parameter in model.parameters():
+            parameter.grad = None
+        roles = {"batch": before[: len(inputs)], "before": before, "after": after}
+        return Lists({"evaluation": evaluation.ops, "micro-step": micro_step.ops}, roles, grads)
+
+
+def _gradient(recorder: Recorder, parameter: nn.Parameter) -> Live | None:
+    return None if parameter.grad is None else recorder.find(parameter.grad)
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module, *, cuda: bool = True, attention: str = "flash") -> Iterator[Recorder]:
+    """A recorder of what `model` does while it is active, under CUDA's rules or the CPU's."""
+    recorder = Recorder(cuda, attention)
+    kernel = sdpa_kernel(SDPBackend.MATH) if attention == "math" else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        for each in (uncollected(), rules(recorder), random_states(recorder), kernel):
+            stack.enter_context(each)
+        for each in (deciding_as_eager(), drawing_ones(), grouping_floats(), recorder, _module_names(model, recorder)):
+            stack.enter_context(each)
+        recorder.calibrate()
+        yield recorder
+
+
+def _loss_of(result: Any, _batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return find_loss(result)
+
+
+def _prepare(model: Model, mode: FakeTensorMode | None) -> nn.Module:
+    """The model on fake tensors, or, for a real run, as it is."""
+    if mode is not None:
+        return on_fakes(model, mode)
+    return model if isinstance(model, nn.Module) else model()
+
+
+@contextlib.contextmanager
+def _module_names(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder whose forward runs, and which autograd nodes it leaves behind."""
+    handles = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def enter(*_: Any) -> None:
+            recorder.enter(name)
+
+        def leave(*_: Any) -> None:
+            recorder.leave()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+
+    for name, module in model.named_modules():
+        watch(name, module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Program:
+    """The training loop and what its variables hold."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: tuple[torch.Tensor, ...],
+        names: tuple[str, ...],
+        recorder: Recorder,
+        loss: LossOf,
+        keep_output: bool,
+        accumulation: int,
+        autocast_dtype: torch.dtype | None,
+    ) -> None:
+        self.model, self.batch, self.names, self.recorder = model, batch, names, recorder
+        self.loss_of, self.keep_output, self.accumulation = loss, keep_output, accumulation
+        self.output: Any = None
+        self.loss: torch.Tensor | None = None
+        self.autocast_dtype = autocast_dtype
+        self.returned: list[torch.Tensor] = []  # by an evaluation, as empty tensors; the loss last
+        self.scale: Callable[[torch.Tensor], Any] = lambda loss: loss
+        self.updater: Updater
+
+    def play(self, first: bool) -> Step:
+        recorder = self.recorder
+        self.adopt()
+        if not first:  # one step unrecorded, so that what it leaves behind is there
+            self.micro_step()
+            self.update()
+            recorder.section("before")
+        resident = recorder.resident()
+        sections = self.evaluate() if first else []
+        for index in range(min(self.accumulation, 3)):
+            self.micro_step()
+            last = self.accumulation > 3 and index == 2
+            name = f"micro-steps 3 to {self.accumulation}" if last else f"micro-step {index + 1}"
+            sections.append(recorder.section(name, self.accumulation - 2 if last else 1))
+        self.update()
+        sections.append(recorder.section("optimizer"))
+        if not first:
+            sections += self.evaluate()
+        return Step(resident, tuple(sections))
+
+    def adopt(self) -> None:
+        """Count what is there before the program begins."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            self.recorder.adopt(tensor, Kind.PARAMETERS, name)
+        for tensor in self.batch:
+            self.recorder.adopt(tensor, Kind.INPUTS, "batch")
+
+    def autocast(self) -> Any:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast_dtype)
+
+    def call(self, batch: tuple[torch.Tensor, ...]) -> Any:
+        """What the model returns for a batch."""
+        if self.names:
+            return self.model(**dict(zip(self.names, batch, strict=True)))
+        return self.model(*batch)
+
+    def fetch(self) -> tuple[torch.Tensor, ...]:
+        """The next batch, on the device."""
+        return tuple(tensor.clone() for tensor in self.batch)
+
+    def micro_step(self) -> None:
+        """One forward and backward."""
+        self.recorder.phase = Phase.FORWARD
+        with self.autocast():
+            self._forward()
+            self.recorder.phase = Phase.LOSS
+            assert self.loss is not None
+            self.loss = self.loss / self.accumulation
+        self.batch = self.fetch()
+        self.recorder.phase = Phase.BACKWARD
+        self.scale(self.loss).backward()
+
+    def _forward(self) -> None:
+        result = self.call(self.batch)
+        loss = self.loss_of(result, self.batch)
+        self.recorder.know_logits(result)
+        kept = _without(result, loss) if self.keep_output else None
+        del result
+        self.output = kept
+        self.loss = loss
+
+    def update(self) -> None:
+        self.recorder.phase = Phase.CLIP
+        self.updater.clip()
+        self.recorder.phase = Phase.OPTIMIZER
+        self.updater.step()
+        for tensor in self.updater.state():
+            made = self.recorder.find(tensor)
+            if made is not None:
+                made.kind = Kind.OPTIMIZER
+
+    def hold(self) -> tuple[Buffer, ...]:
+        """Makes the program hold what an earlier micro-step would have left: results like an evaluation's."""
+        *self.output, self.loss = [torch.empty_like(tensor) for tensor in self.returned]
+        self.recorder.section("before")
+        return self.held()
+
+    def held(self) -> tuple[Buffer, ...]:
+        """What the program's variables hold: the batch, what the model returned, the loss."""
+        leaves = [leaf for leaf in tree_leaves(self.output) if isinstance(leaf, torch.Tensor)]
+        assert self.loss is not None
+        found = [self.recorder.find(tensor) for tensor in (*self.batch, *leaves, self.loss)]
+        return tuple(dict.fromkeys(made.settle() for made in found if made and made.kind is not Kind.PARAMETERS))
+
+    def evaluate(self, batches: int = 2) -> list[Section]:
+        """estimate_loss: a first batch, then another while the first one's tensors are still held."""
+        self.recorder.phase = Phase.EVAL
+        self.model.eval()
+        sections: list[Section] = []
+        output: Any = None
+        loss: torch.Tensor | None = None
+        with torch.no_grad():
+            for name in ("evaluation, first batch", "evaluation, later batches")[:batches]:
+                batch = self.fetch()
+                with self.autocast():
+                    result = self.call(batch)
+                    found = self.loss_of(result, batch)
+                    kept = _without(result, found) if self.keep_output else None
+                    del result
+                    output = kept
+                    loss = found
+                    del kept, found
+                if sections:
+                    del batch, output, loss
+                sections.append(self.recorder.section(name))
+            if batches == 1 and loss is not None:
+                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+                self.returned = [*leaves, loss]
+        self.model.train()
+        return sections
+
+
+def _without(result: Any, loss: torch.Tensor) -> Any:
+    """What a model returned, less its loss."""
+    if isinstance(result, (tuple, list)):
+        return [part for part in result if part is not loss]
+    if isinstance(result, dict):
+        return [part for part in result.values() if part is not loss]
+    return None if result is loss else result

@@ -1,0 +1,65 @@
+"""Hugging Face models on fake tensors: built from a config, and taking the decisions a real run takes.
+
+transformers asks whether it is being traced, and on fake tensors it is. An eager run is not, and skips the causal mask
+where attention can do without one; a compiled run is, and keeps it. Both questions are answered here as the real run
+would answer them. Works with transformers 4.50 to 5.x: what a version does not ask needs no answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+
+@contextlib.contextmanager
+def deciding_as_eager() -> Iterator[None]:
+    """While active, transformers takes fake tensors for real ones."""
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    with contextlib.ExitStack() as stack:
+        if hasattr(utils, "is_fake_tensor"):  # is_tracing() asks it
+            stack.enter_context(mock.patch.object(utils, "is_fake_tensor", lambda _: False))
+        # A batch has one sequence a row and no padding: both functions read values to find the opposite.
+        for owner, name in (
+            (masks, "find_packed_sequence_indices"),
+            (getattr(models, "PreTrainedModel", None), "warn_if_padding_and_no_attention_mask"),
+        ):
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, _none_where_it_reads(getattr(owner, name))))
+        yield
+
+
+def _none_where_it_reads(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which finds nothing where it reads a value."""
+
+    @functools.wraps(function)
+    def find(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except DataDependentOutputException:
+            return None
+
+    return find
+
+
+@contextlib.contextmanager
+def deciding_as_compiled() -> Iterator[None]:
+    """While active, torch.compiler.is_compiling() says what it says under torch.compile, to transformers as to all.
+
+    Experts in float32 would be computed in a loop that reads how many tokens each has, and that runs outside the
+    compiled graph. Here they are one operator, which allocates as much.
+    """
+    experts: Any = sys.modules.get("transformers.integrations.moe")
+    with contextlib.ExitStack() as stack:
+        if hasattr(experts, "_can_use_grouped_mm"):
+            stack.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", lambda *_, **__: True))
+        stack.enter_context(mock.patch.object(torch.compiler, "_is_compiling_flag", True))
+        yield

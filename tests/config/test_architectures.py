@@ -1,0 +1,123 @@
+"""Which program and model a name, a config.json and a trainer ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from oomph.config import hugging_face
+from oomph.config.load import Pasted, from_dict, load
+from oomph.config.schema import TrainConfig
+from oomph.config.settle import settle
+from oomph.devices import find
+from oomph.errors import InputError
+from oomph.step.parameters import parameters
+
+HF = ("trainer", "hf", "--trainer=hf")
+
+
+def settled(*sources: str | Pasted, trainer: str | None = None) -> TrainConfig:
+    overrides = [("trainer", trainer, f"--trainer={trainer}")] if trainer else []
+    return settle(load(sources, overrides), find("A100 80GB")).config
+
+
+def test_a_gpt2_config_json_is_nanogpts_unless_the_trainer_is_transformers() -> None:
+    file = Pasted("config.json", '{"model_type": "gpt2", "n_layer": 2, "resid_pdrop": 0.2}')
+    ours, theirs = settled(file), settled(file, trainer="hf")
+    assert (ours.trainer, ours.hidden_act) == ("nanogpt", "gelu")
+    assert (theirs.trainer, theirs.hidden_act, theirs.dropout) == ("hf", "gelu_new", 0.2)
+    shapes = [{p.name: p.shape for p in parameters(config)} for config in (ours, theirs)]
+    assert [each["transformer.h.0.attn.c_attn.weight"] for each in shapes] == [(2304, 768), (768, 2304)]
+
+
+def test_a_gpt2_preset_under_transformers_is_openais_model() -> None:
+    config = settled("gpt2", trainer="hf")
+    assert (config.vocab_size, config.dropout, config.bias, config.max_position_embeddings) == (50257, 0.1, True, 1024)
+    assert sum(p.numel for p in parameters(config)) == 124_439_808
+
+
+def test_a_shorter_sequence_leaves_transformers_table_of_positions() -> None:
+    loaded = load(["gpt2"], [HF, ("block_size", "256", "--block_size=256")])
+    config = settle(loaded, find("A100 80GB")).config
+    assert {p.name: p.shape for p in parameters(config)}["transformer.wpe.weight"] == (1024, 768)
+
+
+# As the models' own cards and transformers' `num_parameters()` have them.
+COUNTS = {
+    "EleutherAI/pythia-160m": 162_322_944,
+    "EleutherAI/pythia-410m": 405_334_016,
+    "EleutherAI/pythia-1b": 1_011_781_632,
+    "EleutherAI/pythia-1.4b": 1_414_647_808,
+    "EleutherAI/pythia-2.8b": 2_775_208_960,
+    "EleutherAI/pythia-6.9b": 6_857_302_016,
+    "facebook/opt-125m": 125_239_296,
+    "facebook/opt-350m": 331_196_416,
+    "facebook/opt-1.3b": 1_315_758_080,
+    "facebook/opt-2.7b": 2_651_596_800,
+    "facebook/opt-6.7b": 6_658_473_984,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_model_by_name_has_its_own_number_of_parameters(name: str) -> None:
+    config = settled(name)
+    assert config.trainer == "hf"
+    assert sum(p.numel for p in parameters(config)) == COUNTS[name]
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("qwen3_moe", "mlp_only_layers", [0]),
+        ("qwen3_moe", "decoder_sparse_step", 2),
+        ("mixtral", "output_router_logits", True),
+        ("mixtral", "router_jitter_noise", 0.1),
+        ("opt", "layer_norm_elementwise_affine", False),
+        ("opt", "layerdrop", 0.1),
+    ],
+)
+def test_a_switch_that_is_not_described_is_a_problem(family: str, key: str, value: object) -> None:
+    layer = hugging_face.read({"model_type": family, key: value}, "config.json")
+    assert [problem.what.partition(":")[0] for problem in layer.problems] == [key]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "architecture"),
+    [("nanogpt", "gpt_neox"), ("oomph", "mixtral"), ("hf", "nanochat"), ("nanochat", "opt")],
+)
+def test_a_trainer_that_does_not_have_the_architecture_is_a_problem(trainer: str, architecture: str) -> None:
+    with pytest.raises(InputError) as caught:
+        from_dict({"trainer": trainer, "model_type": architecture})
+    assert any(f"model_type = {architecture!r}" in problem.found for problem in caught.value.problems if problem.found)
+
+
+def test_more_tokens_than_positions_are_a_problem() -> None:
+    with pytest.raises(InputError) as caught:
+        load(["facebook/opt-125m"], [("block_size", "4096", "--block_size=4096")])
+    assert "--block_size=4096" in {problem.where for problem in caught.value.problems}
+
+
+# What base_train prints for these depths.
+DEPTHS = {12: (768, 6, 8, 2520), 20: (1280, 10, 16, 4980), 26: (1664, 13, 16, 10510)}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_nanochats_depth_decides_width_batch_and_length(depth: int) -> None:
+    config = settled(f"nanochat-d{depth}")
+    found = (config.n_embd, config.n_head, config.gradient_accumulation_steps, config.max_iters)
+    assert (config.trainer, config.model_type, found) == ("nanochat", "nanochat", DEPTHS[depth])
+
+
+def test_nanochat_keeps_the_tokens_of_a_step_when_the_batch_shrinks() -> None:
+    loaded = load(["nanochat-d12"], [("batch_size", "4", "--batch_size=4")])
+    assert loaded.config.gradient_accumulation_steps == 64
+
+
+def test_nanochat_without_a_depth_is_its_default() -> None:
+    assert settled(trainer="nanochat").n_layer == 20
+
+
+def test_nanochat_takes_flash_attention_3_where_there_is_one() -> None:
+    kernels = {name: settle(load(["nanochat-d12"]), find(name)).config.attention for name in ("A100 80GB", "RTX 5090")}
+    assert kernels == {"A100 80GB": "flash3", "RTX 5090": "flash"}

@@ -1,0 +1,93 @@
+"""`warnings`: each mistake named with what to set instead, and silence where all is well."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomph.config.schema import TrainConfig
+from oomph.devices import Device, all_devices, find
+from oomph.planning.notes import warnings
+
+
+def config(**keys: object) -> TrainConfig:
+    return TrainConfig(**{"dtype": "bfloat16", **keys})  # type: ignore[arg-type]
+
+
+def test_gpt2_in_bfloat16_on_a_recent_card_needs_no_warning() -> None:
+    assert warnings(config(), find("4070")) == []
+
+
+def test_bfloat16_without_hardware_is_told_with_the_emulated_rate() -> None:
+    [said] = [text for text in warnings(config(), find("T4")) if "bfloat16" in text]
+    assert "2.3 TFLOPS" in said and "dtype=float16" in said
+    [said] = [text for text in warnings(config(), find("TITAN RTX")) if "bfloat16" in text]
+    assert "10 times" in said
+
+
+def test_float16_is_questioned_only_where_bfloat16_would_do() -> None:
+    assert any("scaler" in text for text in warnings(config(dtype="float16"), find("4070")))
+    assert not any("scaler" in text for text in warnings(config(dtype="float16"), find("T4")))
+
+
+def test_heads_of_42_are_told_with_the_nearest_widths_and_heads() -> None:
+    [said] = warnings(config(n_embd=504, n_head=12), find("4070"))
+    assert all(figure in said for figure in ("42", "480", "576", "n_head=9"))
+
+
+def test_a_width_of_partial_tiles_is_told_with_its_neighbours() -> None:
+    [said] = warnings(config(n_embd=800, n_head=10), find("4070"))
+    assert all(figure in said for figure in ("64", "768", "832"))
+
+
+def test_heads_too_large_for_flash_attention_are_told() -> None:
+    [said] = warnings(config(n_embd=1024, n_head=2), find("4070"))
+    assert "512" in said
+
+
+def test_a_vocabulary_of_50257_is_told_50304() -> None:
+    [said] = warnings(config(vocab_size=50257), find("4070"))
+    assert "50304" in said
+
+
+@pytest.mark.parametrize("keys", [{"vocab_size": 65}, {"vocab_size": 50257, "init_from": "gpt2"}])
+def test_a_vocabulary_that_cannot_matter_or_change_is_left_alone(keys: dict[str, object]) -> None:
+    assert warnings(config(**keys), find("4070")) == []
+
+
+def test_pascal_is_told_of_compile_attention_and_tensor_cores() -> None:
+    said = warnings(config(dtype="float16"), find("P100"))
+    assert len(said) == 3
+    assert any("compile=False" in text for text in said)
+    assert any("attention=efficient" in text for text in said)
+
+
+def test_turing_compiles_but_has_no_flash_attention() -> None:
+    [said] = warnings(config(dtype="float16"), find("T4"))
+    assert "8.0" in said
+
+
+@pytest.mark.parametrize("name", ["MI300X", "Apple M1 16GB"])
+def test_memory_on_other_makers_devices_is_called_unverified(name: str) -> None:
+    assert "unverified" in warnings(config(), find(name))[0]
+
+
+def test_a_cpu_is_told_only_of_slow_precisions() -> None:
+    cpu = Device(name="CPU", kind="cpu", vendor="", arch="", memory_mib=1, usable_mib=1, context_mib=0, has_bf16=False)
+    assert "float32" in warnings(config(n_embd=504), cpu)[0]
+    assert warnings(config(dtype="float32", n_embd=504), cpu) == []
+
+
+@given(
+    n_head=st.integers(1, 64),
+    n_embd=st.integers(1, 5000),
+    vocab_size=st.integers(1, 200_000),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    device=st.sampled_from(all_devices()),
+)
+def test_every_warning_is_a_sentence_and_its_vocabulary_is_aligned(
+    n_head: int, n_embd: int, vocab_size: int, dtype: str, device: Device
+) -> None:
+    for text in warnings(config(n_head=n_head, n_embd=n_embd, vocab_size=vocab_size, dtype=dtype), device):
+        assert text[0].isalnum() and text.endswith(".") and "None" not in text
