@@ -6,15 +6,18 @@ A worker touches no file and exits with its parent, so one whose parent was kill
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -105,22 +108,61 @@ def encode_all(
         for chunk, cursor in chunks:
             yield encode_chunk(chunk.parts, settings), cursor
         return
-    context = multiprocessing.get_context(_start_method())
-    with ProcessPoolExecutor(workers, context, _start_worker, (settings,)) as pool:
+    pool = _Pool(workers, settings)
+    try:
+        yield from _in_order(pool, chunks, AHEAD * workers)
+    except (EOFError, OSError):
+        raise DataError(
+            "a worker process died; most often the system killed it for lack of memory. "
+            "Finished work is kept: run it again, with fewer --workers if memory is short."
+        ) from None
+    finally:
+        pool.close()
+
+
+class _Pool:
+    """Processes, and a thread for each that hands it a chunk and waits for the result.
+
+    Each process has a pipe of its own, which breaks when it ends. In an executor they share one: killed in the middle
+    of writing, a process leaves the others waiting for ever.
+    """
+
+    def __init__(self, workers: int, settings: EncodeSettings) -> None:
+        context = multiprocessing.get_context(_start_method())
+        self._processes: list[BaseProcess] = []
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        for _ in range(workers):
+            pipe, far_end = context.Pipe()
+            process = context.Process(target=_work, args=(far_end, settings), daemon=True)  # type: ignore[attr-defined]
+            process.start()
+            far_end.close()
+            self._processes.append(process)
+            self._idle.put(pipe)
+        self._threads = ThreadPoolExecutor(workers)
+
+    def submit(self, parts: tuple[ChunkPart, ...]) -> Future[Encoded]:
+        """The result to come. It fails with EOFError or OSError where its process ends."""
+        return self._threads.submit(self._ask, parts)
+
+    def _ask(self, parts: tuple[ChunkPart, ...]) -> Encoded:
+        pipe = self._idle.get()
         try:
-            yield from _in_order(pool, chunks, AHEAD * workers)
-        except BrokenProcessPool:
-            raise DataError(
-                "a worker process died; most often the system killed it for lack of memory. "
-                "Finished work is kept: run it again, with fewer --workers if memory is short."
-            ) from None
+            pipe.send(parts)
+            result: Encoded = pipe.recv()
         finally:
-            pool.shutdown(cancel_futures=True)
+            self._idle.put(pipe)  # a broken one too: whoever gets it next fails likewise, and does not wait
+        return result
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        for process in self._processes:
+            process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.join()
 
 
-def _in_order(
-    pool: ProcessPoolExecutor, chunks: Iterator[tuple[Chunk, Any]], ahead: int
-) -> Iterator[tuple[Encoded, Any]]:
+def _in_order(pool: _Pool, chunks: Iterator[tuple[Chunk, Any]], ahead: int) -> Iterator[tuple[Encoded, Any]]:
     """Results oldest first, with at most `ahead` chunks and `MAX_AHEAD_BYTES` of text under way."""
     waiting: deque[tuple[Future[Encoded], int, Any]] = deque()  # (result, size in bytes, cursor), oldest first
     ahead_bytes, more = 0, True
@@ -131,7 +173,7 @@ def _in_order(
                 more = False
                 break
             chunk, cursor = following
-            waiting.append((pool.submit(_encode, chunk.parts), chunk.size_bytes, cursor))
+            waiting.append((pool.submit(chunk.parts), chunk.size_bytes, cursor))
             ahead_bytes += chunk.size_bytes
         if not waiting:
             return
@@ -140,28 +182,22 @@ def _in_order(
         ahead_bytes -= size
 
 
-_settings: EncodeSettings  # of this worker process
-
-
-def _start_worker(settings: EncodeSettings) -> None:
-    """Set up a worker process. Ctrl-C reaches it too, but only the parent handles that."""
-    global _settings
-    _settings = settings
+def _work(pipe: Connection, settings: EncodeSettings) -> None:
+    """Run in a process: one chunk after another until the parent is gone. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     Thread(target=exit_with_parent, daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send(encode_chunk(pipe.recv(), settings))
 
 
 def exit_with_parent() -> None:
-    """Wait for the parent's end and exit: a pool's worker would wait for work forever after its parent was killed."""
+    """Wait for the parent's end and exit, also in the middle of work."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _encode(parts: tuple[ChunkPart, ...]) -> Encoded:
-    return encode_chunk(parts, _settings)
 
 
 def _start_method() -> str:
