@@ -18,9 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from oomph.config import TrainConfig
 from oomph.predict.memory import find_peak
-from oomph.step.compiled_gpt import Sizes
-from oomph.step.compiled_gpt_chunks import chunked_backward, chunked_loss
-from oomph.step.compiled_reuse import Generated
+from oomph.step.compile.programs import Chunks
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
 from oomph.step.trace.inductor import plan, register_patterns
 from oomph.step.trace.wrapper import Reader
@@ -65,22 +63,14 @@ def planned_for_a_card(rows: int, vocab: int, dtype: torch.dtype, learns: bool) 
     return found[0]
 
 
-def sizes(cuda: bool, dtype: str, rows: int, vocab: int, chunk: int, width: int = 64) -> Sizes:
+def described(cuda: bool, dtype: str, rows: int, vocab: int, chunk: int, learns: bool, width: int = 64) -> Chunks:
+    """The head and the loss, from a hidden state of their own."""
     config = TrainConfig(
         dtype=dtype, batch_size=1, block_size=rows, vocab_size=vocab, n_embd=width, n_head=1, loss_chunk=chunk,
         return_logits=False, trainer="oomph",
     )  # fmt: skip
-    return Sizes(config, cuda)
-
-
-def by_arithmetic(s: Sizes, learns: bool) -> Generated:
-    """The head and the loss, and the part of the backward that is their own, from a hidden state of its own."""
-    program = Generated(Phase.FORWARD, s.dtype)
-    hidden = program.made("hidden", s.rows * s.width * s.weight, Kind.ACTIVATIONS)
-    _, grads = chunked_loss(program, s, hidden, learns)
-    if learns:
-        chunked_backward(program, s, grads)
-    return program
+    hidden = Buffer("hidden", 4 * rows * width, Kind.ACTIVATIONS)
+    return Chunks(config, cuda, 1, hidden, learns)
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -88,7 +78,7 @@ def by_arithmetic(s: Sizes, learns: bool) -> Generated:
 @pytest.mark.parametrize(("rows", "vocab"), [(2048, 50304), (512, 50257), (300, 65)])
 def test_a_chunks_kernels_are_those_of_inductors_plan(rows: int, vocab: int, dtype: str, learns: bool) -> None:
     planned = planned_for_a_card(rows, vocab, getattr(torch, dtype), learns)
-    ops = by_arithmetic(sizes(True, dtype, rows, vocab, chunk=rows), learns).ops()
+    ops = described(True, dtype, rows, vocab, rows, learns).forward
     kernels = [op for op in ops if op.name in ("loss.chunk_softmax", "loss.chunk_sum", "loss.chunk_dlogits")]
     assert [_shape(op) for op in kernels] == [_shape(op) for op in planned]  # nothing of the vocabulary's size
     assert kernels[0].bytes_moved == pytest.approx(planned[0].bytes_moved, rel=0.1)  # one pass over the logits
@@ -104,8 +94,9 @@ def _shape(op: Op) -> tuple[Kernel, list[int]]:
 def test_the_real_compiled_loss_takes_what_the_arithmetic_says(dtype: str) -> None:
     rows, vocab, width, chunk = 700, 3001, 64, 256
     half = dtype == "bfloat16"
-    program = by_arithmetic(sizes(half, dtype, rows, vocab, chunk, width), learns=True)  # autocast is for cards
-    said = find_peak(Step((), (Section("loss", program.ops()),)), rounding_bytes=1).allocated_bytes
+    loss = described(half, dtype, rows, vocab, chunk, True, width)  # autocast is for cards
+    resident = (Buffer("hidden", 4 * rows * width, Kind.ACTIVATIONS),)
+    said = find_peak(Step(resident, (Section("loss", (*loss.forward, *loss.backward)),)), rounding_bytes=1)
     weight = torch.randn(vocab, width, requires_grad=True)
     targets = torch.randint(vocab, (rows,))
 
@@ -126,4 +117,4 @@ def test_the_real_compiled_loss_takes_what_the_arithmetic_says(dtype: str) -> No
         live += size
         most = max(most, live)
     casts = 4 * vocab * width if half else 0  # what a CPU adds to a float32 sum it casts first, a card as it adds
-    assert said + casts == pytest.approx(most, rel=0.01)
+    assert said.allocated_bytes + casts == pytest.approx(most, rel=0.01)

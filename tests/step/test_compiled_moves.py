@@ -10,7 +10,7 @@ from real_compiled import config, planned
 from test_compiled import Small
 from test_compiled_models import Attentive
 
-from oomph.step import gpt_compiled
+from oomph.step.compile import programs
 from oomph.step.ops import Kernel, Op, Phase, Step
 from oomph.step.trace.compiled import compiled
 
@@ -46,7 +46,7 @@ def test_by_arithmetic_a_micro_step_moves_what_inductors_kernels_move(keys: dict
     settings = config(**shape, **keys)
     moved = [
         {kernel: sum(op.bytes_moved for op in step.sections[1].ops if op.kernel is kernel) for kernel in Kernel}
-        for step in (gpt_compiled.build(settings, True, False), planned(settings, evaluation=False))
+        for step in (programs.build(settings, evaluates=False), planned(settings, evaluation=False))
     ]
     assert sum(moved[0].values()) == pytest.approx(sum(moved[1].values()), rel=0.05)
     for kernel in (Kernel.GEMM, Kernel.ATTENTION):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oomph.config.schema import TrainConfig
 from oomph.predict.allocator.replay import reserve
 from oomph.predict.memory import find_peak
-from oomph.step import gpt_compiled
-from oomph.step.build import workspaces
+from oomph.step.build import build
+from oomph.step.compile import programs
 from oomph.step.ops import Buffer, Kind, Phase, Step
 
 MIB = 2**20
@@ -26,7 +26,7 @@ def settled(**keys: Any) -> TrainConfig:
 
 
 def peak_mib(**keys: Any) -> float:
-    return find_peak(gpt_compiled.build(settled(**keys))).allocated_bytes / MIB
+    return find_peak(programs.build(settled(**keys))).allocated_bytes / MIB
 
 
 def _drawn(heads: int, size: int, **keys: Any) -> TrainConfig:
@@ -77,13 +77,13 @@ def played(step: Step) -> list[Buffer]:
 @settings(max_examples=80, deadline=None)
 @given(configs, st.booleans(), st.booleans())
 def test_every_buffer_is_allocated_once_and_freed_once(config: TrainConfig, first: bool, cuda: bool) -> None:
-    played(gpt_compiled.build(config, cuda=cuda, first=first))
+    played(programs.build(config, cuda=cuda, first=first))
 
 
 @settings(max_examples=40, deadline=None)
 @given(configs)
 def test_a_step_leaves_what_the_next_one_finds(config: TrainConfig) -> None:
-    step = gpt_compiled.build(config)
+    step = programs.build(config)
     left = sorted((b.name, b.bytes) for b in played(step))
     assert left == sorted((b.name, b.bytes) for b in step.resident)
 
@@ -91,8 +91,8 @@ def test_a_step_leaves_what_the_next_one_finds(config: TrainConfig) -> None:
 @settings(max_examples=40, deadline=None)
 @given(configs)
 def test_the_first_step_leaves_what_a_later_one_finds(config: TrainConfig) -> None:
-    left = sorted((b.name, b.bytes) for b in played(gpt_compiled.build(config, first=True)))
-    assert left == sorted((b.name, b.bytes) for b in gpt_compiled.build(config).resident)
+    left = sorted((b.name, b.bytes) for b in played(programs.build(config, first=True)))
+    assert left == sorted((b.name, b.bytes) for b in programs.build(config).resident)
 
 
 def test_returned_logits_cost_two_buffers_of_their_size() -> None:
@@ -101,7 +101,7 @@ def test_returned_logits_cost_two_buffers_of_their_size() -> None:
 
 
 def test_logits_that_stay_inside_are_overwritten_by_their_gradient() -> None:
-    step = gpt_compiled.build(settled(batch_size=16, return_logits=False))
+    step = programs.build(settled(batch_size=16, return_logits=False))
     held = find_peak(step).by_kind()[Kind.LOGITS.value]
     assert held / MIB == pytest.approx(LOGIT_MIB, rel=0.01)
 
@@ -136,7 +136,7 @@ def test_dropout_saves_a_byte_an_element() -> None:
 
 
 def test_gradients_of_a_later_micro_step_are_all_alive_beside_the_accumulated_ones() -> None:
-    step = gpt_compiled.build(settled(batch_size=1, block_size=8, vocab_size=64))
+    step = programs.build(settled(batch_size=1, block_size=8, vocab_size=64))
     parameters = sum(b.bytes for b in step.resident if b.kind is Kind.PARAMETERS)
     live = dict.fromkeys(step.resident)
     most = 0
@@ -151,7 +151,7 @@ def test_gradients_of_a_later_micro_step_are_all_alive_beside_the_accumulated_on
 
 
 def test_the_number_of_operations_grows_by_the_same_for_each_layer() -> None:
-    counts = [sum(len(s.ops) for s in gpt_compiled.build(settled(n_layer=n)).sections) for n in (4, 8, 12)]
+    counts = [sum(len(s.ops) for s in programs.build(settled(n_layer=n)).sections) for n in (4, 8, 12)]
     assert counts[2] - counts[1] == counts[1] - counts[0]
 
 
@@ -160,7 +160,7 @@ def reserved_mib(batch_size: int) -> float:
     config = settled(batch_size=batch_size, gradient_accumulation_steps=512 // batch_size, bias=True)
     steps = []
     for first in (True, False):
-        step = gpt_compiled.build(config, first=first, workspace_bytes=workspaces())
+        step = build(config, first=first)
         training = tuple(section for section in step.sections if not section.name.startswith("evaluation"))
         steps.append(msgspec.structs.replace(step, sections=training))
     return reserve(steps).peak_reserved_bytes / MIB

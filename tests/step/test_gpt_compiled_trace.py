@@ -16,7 +16,7 @@ from trace_gpt import Gpt
 
 from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak
-from oomph.step import gpt_compiled
+from oomph.step.compile import programs
 from oomph.step.ops import Buffer, Kernel, Kind, Phase, Step
 from oomph.step.trace.compiled import compiled
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this
 
 def built(settings: TrainConfig, cuda: bool = True, first: bool = False) -> Step:
     """The arithmetic, with as many threads as torch has here."""
-    return gpt_compiled.build(settings, cuda, first, threads=torch.get_num_threads())
+    return programs.build(settings, cuda, first, threads=torch.get_num_threads())
 
 
 def assert_agrees(settings: TrainConfig, cuda: bool = True, first: bool = False, evaluation: bool = True) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from oomph.config.schema import TrainConfig
 from oomph.step import loop
-from oomph.step.ops import Buffer, Kind, Op, Phase, Step
-from oomph.step.renewal import copied, exchanged
+from oomph.step.ops import Buffer, Kind, Op, Phase, Step, copied, exchanged
 
 KEYS: dict[str, Any] = {
     "dtype": "float16",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from oomph.config.schema import TrainConfig
-from oomph.step import gpt_compiled, loop
+from oomph.step import loop
 from oomph.step.compile import programs
 from oomph.step.kernels import RANDOM_STATE_BYTES
 from oomph.step.ops import Buffer, Kind, Op, Phase, Section, Step
@@ -64,14 +64,11 @@ def build(
     workspace_bytes = workspaces(capability) if cuda else ()
     evaluates = evaluates and config.trainer != "hf"  # the Trainer does not, unless it is told to
     threads = threads or os.cpu_count() or 1
-    if config.compile and config.trainer in ("nanogpt", "oomph"):  # by hand, until the passes are as good on a CPU too
-        step = gpt_compiled.build(config, cuda, first, workspace_bytes, threads, evaluates)
-    else:
-        compiled = config.compile and describes_compiled(config)
-        make = partial(programs.build, nearly=nearly) if compiled else loop.build
-        step = make(config, cuda, first, threads, evaluates)
-        held = [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
-        step = Step((*step.resident, *held), step.sections)
+    compiled = config.compile and describes_compiled(config)
+    make = partial(programs.build, nearly=nearly) if compiled else loop.build
+    step = make(config, cuda, first, threads, evaluates)
+    held = [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
+    step = Step((*step.resident, *held), step.sections)
     if config.trainer == "oomph" and not cuda:
         step = _remembering(step)
     buckets = gradient_buckets(config, parameters(config) if config.world_size > 1 else ())

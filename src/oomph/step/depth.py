@@ -8,7 +8,6 @@ place of a buffer among those that its block made.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 
 from oomph.step.ops import Buffer, Op, Phase
@@ -17,6 +16,15 @@ from oomph.step.ops import Buffer, Op, Phase
 def block_of(name: str) -> int | None:
     """The transformer block that a name speaks of: its first number."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def renamed(name: str, block: int, other: int) -> str:
+    """A name that speaks of a block, as it is in another."""
+    parts = name.split(".")
+    own = str(block)
+    if own in parts:
+        parts[parts.index(own)] = str(other)
+    return ".".join(parts)
 
 
 class Gap:
@@ -125,7 +133,7 @@ class _Copying:
         gap, at = self.gap, copy + offset
         first = gap.template + at * gap.period if at <= gap.copies else gap.after
         own = (gap.before, gap.template, gap.after)[offset + 1]
-        return re.sub(rf"(^|\.){block}(?=\.|$)", rf"\g<1>{first + block - own}", name, count=1)
+        return renamed(name, block, first + block - own)
 
     def of(self, buffer: Buffer, copy: int) -> Buffer:
         """What a copy has in place of a buffer that the pattern speaks of."""
@@ -163,8 +171,7 @@ class _Copying:
         last = self.gap.copies
         near = range(last, last + 1) if offset == 1 else range(last + 1)  # of no block: what holds of one holds of all
         allocates, frees = (self._near(buffers, near) for buffers in (op.allocates, op.frees))
-        work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times, op.block)
-        return Op(op.name, op.phase, allocates, frees, *work)
+        return op.on(allocates, frees)
 
     def _near(self, buffers: Sequence[Buffer], copies: Sequence[int]) -> tuple[Buffer, ...]:
         """The buffers, those of the pattern as they are in these copies."""

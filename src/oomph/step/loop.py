@@ -19,11 +19,10 @@ from oomph.step import models
 from oomph.step.depth import UnlikeBlocksError, deepened, sample
 from oomph.step.models.gpt2 import attends_by_hand
 from oomph.step.nanochat_optimizer import NanochatOptimizer
-from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step, copied, exchanged
 from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import parameters
 from oomph.step.precision import precision
-from oomph.step.renewal import copied, exchanged
 from oomph.step.tensor.autograd import run_backward
 from oomph.step.tensor.functions import scale, to
 from oomph.step.tensor.layout import ITEM_BYTES

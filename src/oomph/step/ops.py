@@ -7,6 +7,7 @@ a compiled graph, a real memory snapshot), and they must agree.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 import msgspec
@@ -78,6 +79,32 @@ class Op(msgspec.Struct, frozen=True, eq=False, gc=False):
     bytes_moved: int = 0  # read from and written to device memory
     times: int = 1  # how often the group it stands in runs
     block: int | None = None  # the transformer block it belongs to, where the source of the list knows
+
+    def on(self, allocates: tuple[Buffer, ...], frees: tuple[Buffer, ...]) -> Op:
+        """The same work on other buffers."""
+        work = (self.kernel, self.shape, self.dtype, self.flops, self.bytes_moved, self.times, self.block)
+        return Op(self.name, self.phase, allocates, frees, *work)
+
+
+def copied(buffer: Buffer) -> Buffer:
+    """Another buffer like this one."""
+    return Buffer(buffer.name, buffer.bytes, buffer.kind, buffer.block)
+
+
+def exchanged(ops: Iterable[Op], new: Mapping[Buffer, Buffer | None]) -> list[Op]:
+    """The operations with these buffers in place of those; what becomes None is gone."""
+    result: list[Op] = []
+    keys = new.keys()
+    for op in ops:
+        if not (keys.isdisjoint(op.allocates) and keys.isdisjoint(op.frees)):
+            op = op.on(_exchanged(op.allocates, new), _exchanged(op.frees, new))
+        result.append(op)
+    return result
+
+
+def _exchanged(buffers: Iterable[Buffer], new: Mapping[Buffer, Buffer | None]) -> tuple[Buffer, ...]:
+    found = [new.get(buffer, buffer) for buffer in buffers]
+    return tuple([buffer for buffer in found if buffer is not None])
 
 
 class Section(msgspec.Struct, frozen=True, eq=False):

@@ -62,7 +62,7 @@ class _Emitter:
             ops.append((op, frees))
             for source in self.last[step]:
                 self._drop(step, source, frees)
-        return tuple([_with_frees(op, frees) for op, frees in ops])
+        return tuple([op.on(op.allocates, tuple(frees)) for op, frees in ops])
 
     def _last_uses(self) -> list[list[Source]]:
         last: dict[Source, int] = {}
@@ -186,8 +186,3 @@ class _Emitter:
         total += [(s.bytes, s.batched) for s in group.writes if s.root is s and not self._is_internal(s, group)]
         self.still.append(sum([size for size, batched in total if not batched]))
         return sum([size for size, _ in total])
-
-
-def _with_frees(op: Op, frees: _Frees) -> Op:
-    work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times, op.block)
-    return Op(op.name, op.phase, op.allocates, tuple(frees), *work)

@@ -27,8 +27,8 @@ class Group:
     """Tasks that run as one kernel. Tasks are bits, so that sets of them are numbers."""
 
     __slots__ = (
-        "ancestors", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction", "shape", "tasks",
-        "touched", "writes",
+        "ancestors", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction", "shape", "spare",
+        "tasks", "touched", "writes",
     )  # fmt: skip
 
     def __init__(self, tasks: list[Task], names: int, ancestors: int, first: int, last: int) -> None:
@@ -43,6 +43,7 @@ class Group:
         self.writes: dict[Source, Access] = {}
         self.touched: set[tuple[Source, Place]] = set()
         self.mixed: tuple[Group, Group] | None = None  # the tasks along rows, and those along columns
+        self.spare: set[tuple[str, int]] = set()  # dtype and bytes of what it alone reads: memory that can serve again
 
     @classmethod
     def of(cls, task: Task, ancestors: int, place: int) -> Group:
@@ -78,6 +79,7 @@ class Group:
             (source, access) for source, accesses in self.reads.items() for access in accesses if access is not None
         }
         self.touched = found | {(source, access) for source, access in self.writes.items() if access is not None}
+        self.spare = {(s.dtype, s.bytes) for s in self.reads if s.task is not None and len(s.users) == 1}
 
 
 def fused(tasks: Sequence[Task], mixes: bool) -> list[Group]:
@@ -89,6 +91,7 @@ class _Fusion:
     def __init__(self, tasks: Sequence[Task], mixes: bool) -> None:
         self.mixes = mixes
         self.reorders = False
+        self.refused: set[tuple[Group, Group]] = set()  # pairs that cannot be joined, whatever happens to others
         groups: list[Group] = []
         self.group_of: dict[Task, Group] = {}
         for task in tasks:
@@ -103,15 +106,15 @@ class _Fusion:
 
     def run(self) -> list[Group]:
         for _ in range(_ROUNDS):
-            before = len(self.groups)
-            self._round()
-            if len(self.groups) == before:
+            if not self._round():
                 break
         self.reorders = True  # once more, with loops written otherwise
+        self.refused.clear()
         self._round()
         return self.groups
 
-    def _round(self) -> None:
+    def _round(self) -> bool:
+        """Join what can be joined; whether anything was."""
         alive = dict.fromkeys(self.groups)
         joined = {group: None for group in alive if len(group.tasks) > 1}
         for first, second in self._pairs():
@@ -125,7 +128,10 @@ class _Fusion:
             alive[both] = joined[both] = None
             for task in both.tasks:
                 self.group_of[task] = both
+        if len(alive) == len(self.groups):
+            return False
         self.groups = self._sorted(sorted(alive, key=lambda group: group.first))
+        return True
 
     def _pairs(self) -> list[tuple[Group, Group]]:
         """Every pair that may be joined, the best first."""
@@ -143,7 +149,18 @@ class _Fusion:
         return sorted(found, key=found.__getitem__, reverse=True)
 
     def _can_fuse(self, first: Group, second: Group) -> bool:
-        if first.is_extern or second.is_extern or second.names & first.ancestors or second.mixed is not None:
+        pair = (first, second)
+        if pair in self.refused:
+            return False
+        if not self._suits(first, second):
+            self.refused.add(pair)
+            return False
+        feeds = first.mixed is None and first.names & second.ancestors
+        return not feeds or self._feeds(first, second)
+
+    def _suits(self, first: Group, second: Group) -> bool:
+        """Whether two kernels may be joined as far as they alone decide it."""
+        if second.names & first.ancestors or second.mixed is not None:
             return False
         if first.mixed is not None:
             rows, columns = first.mixed
@@ -154,13 +171,9 @@ class _Fusion:
         if not self.reorders and not _same_loops(first, second):
             return False
         saved = shared_bytes(first, second)
-        if not saved or len(first.tasks) + len(second.tasks) > _MOST_TASKS:
+        if not saved or len(first.tasks) + len(second.tasks) > _MOST_TASKS or _may_raise_peak(first, second, saved):
             return False
-        if _may_raise_peak(first, second, saved):
-            return False
-        if first.names & second.ancestors:
-            return self._feeds(first, second)
-        return saved >= _LEAST_BYTES and distance(first, second) <= _FAR
+        return bool(first.names & second.ancestors) or (saved >= _LEAST_BYTES and distance(first, second) <= _FAR)
 
     def _feeds(self, first: Group, second: Group) -> bool:
         """Whether all that the second reads of the first is read as it was written, and nothing lies between them."""
@@ -308,8 +321,5 @@ def _loops_fit(first: Group, second: Group) -> bool:
 
 def _may_raise_peak(first: Group, second: Group, saved: int) -> bool:
     """Whether memory that each alone could use again is worth more than what joining saves."""
-    keys = [
-        {(source.dtype, source.bytes) for source in group.reads if source.task is not None and len(source.users) == 1}
-        for group in (first, second)
-    ]
-    return sum(size // ITEM_BYTES[dtype] for dtype, size in keys[0] & keys[1]) > _OVERHEAD * saved
+    both = first.spare & second.spare
+    return sum([size // ITEM_BYTES[dtype] for dtype, size in both]) > _OVERHEAD * saved

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
+from oomph.step.depth import block_of
 from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.layout import HALVES, ITEM_BYTES, Shape, contiguous_strides, dense_strides_like, numel
 from oomph.step.tensor.tape import Tape, Weight
@@ -138,7 +139,7 @@ class Recorder(Tape):
         """What the graph is given."""
         found = self.record(name, how, (), shape, dtype, key=name, kind=kind)
         self.inputs.setdefault(name, found.value)
-        found.value.name, found.value.checkpoint = name, None
+        found.value.name, found.value.block, found.value.checkpoint = name, block_of(name), None
         return found
 
     # --- what `Tape` does on a ledger ---------------------------------------------------------------------------

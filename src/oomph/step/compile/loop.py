@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step, copied, exchanged
 from oomph.step.optimizer import Optimizer
-from oomph.step.renewal import copied, exchanged
 from oomph.step.tensor.tensor import Storage
 
 

@@ -191,6 +191,8 @@ def padded_bytes(shape: Shape, strides: Shape, dtype: str) -> int:
     """Bytes of a buffer on a card, where long rows begin at multiples of 128 bytes (ir.py `pad_strides`)."""
     item = ITEM_BYTES[dtype]
     align = _ALIGNED_BYTES // item
+    if not any(stride > _PADDED_FROM and stride % align for stride in strides):
+        return numel(shape) * item
     step = last = 1
     for _, size in sorted([(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]):
         if step > _PADDED_FROM and step % align:

@@ -12,13 +12,15 @@ import msgspec
 from oomph.config.schema import TrainConfig
 from oomph.step import models
 from oomph.step.compile.decompose import RULES
+from oomph.step.compile.depth import deepened
 from oomph.step.compile.emit import emitted
 from oomph.step.compile.fuse import fused
 from oomph.step.compile.graph import How, Recorder, Traced, Value
 from oomph.step.compile.lower import Lowering, Source, base_of
 from oomph.step.compile.order import ordered
-from oomph.step.compile.partition import partition
+from oomph.step.compile.partition import Graphs, partition
 from oomph.step.compile.rewrite import rewritten
+from oomph.step.depth import Gap, UnlikeBlocksError, block_of, sample
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 from oomph.step.precision import precision
 from oomph.step.tensor.autograd import run_backward
@@ -45,26 +47,36 @@ class CompiledModel(msgspec.Struct, frozen=True, eq=False):
     batched: frozenset[Buffer] = frozenset()  # whose size grows with it
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # a search asks for many, and for some again
 def compiled_model(config: TrainConfig, cuda: bool, threads: int, evaluates: bool) -> CompiledModel:
     """The programs of a config's model. With a chunked loss, whatever the chunk, it ends with its hidden state."""
     collects = gc.isenabled()
     gc.disable()  # a graph is full of circles, all of them needed to the end
+    layers, gaps = sample(models.kinds(config))
     try:
-        return _Maker(config, cuda, threads, range(config.n_layer)).made(evaluates)
+        try:
+            return ProgramMaker(config, cuda, threads, layers, gaps).made(evaluates)
+        except UnlikeBlocksError:
+            return ProgramMaker(config, cuda, threads, range(config.n_layer), ()).made(evaluates)
     finally:
         if collects:
             gc.enable()
 
 
-class _Maker:
-    def __init__(self, config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> None:
-        self.config, self.cuda, self.layers = config, cuda, layers
+class ProgramMaker:
+    """Takes a config's model through the passes: recorded, cut, repeated, lowered, fused, ordered, written out."""
+
+    def __init__(
+        self, config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int], gaps: Sequence[Gap]
+    ) -> None:
+        """`layers` are the blocks to record, `gaps` those between them that are like others."""
+        self.config, self.cuda, self.layers, self.gaps = config, cuda, layers, gaps
         self.precision = precision(config, cuda)
         self.version = tuple([int(part) for part in config.torch_version.split(".")[:2]])
         size = 8 * config.batch_size * config.block_size
         self.batch = {name: Buffer(f"batch.{name}", size, Kind.INPUTS) for name in ("x", "y")}
-        self.weights = models.weights(config, self.precision)
+        weights = models.weights(config, self.precision)
+        self.weights = {name: each for name, each in weights.items() if block_of(name) in (None, *layers)}
         self.still_bytes: dict[Op, int] = {}
         self.batched: set[Buffer] = set()
         self.options: dict[str, Any] = {"cuda": cuda, "threads": threads, "tf32": cuda and config.allow_tf32}
@@ -78,12 +90,13 @@ class _Maker:
         run_backward(*reversed([(out, grad.detach()) for out, grad in zip(returned, tangents, strict=True)]))
         grads: dict[str, Value] = dict(recorder.grads)  # type: ignore[arg-type]
         graphs = partition(recorder.values, [_value(each) for each in returned], grads.values())
-        inputs = [value for value in recorder.values if value.how is How.INPUT]
-        memory = {value: self._memory(value) for value in inputs}
+        for gap in self.gaps:
+            graphs, grads = deepened(graphs, grads, gap)
+        memory = {value: self._memory(value) for value in graphs.inputs}
         forward = self._forward(graphs.forward, memory, returned, graphs.saved, Phase.FORWARD)
         results = [memory[_value(each)] for each in returned]
         memory |= {each.value: Buffer(f"{each.value.name}.zeros", each.bytes, Kind.LOGITS) for each in tangents}
-        held = {*(memory[value] for value in inputs if value.kind is Kind.PARAMETERS), *results}
+        held = {*(memory[value] for value in graphs.inputs if value.kind is Kind.PARAMETERS), *results}
         if not self.config.loss_chunk:
             held.add(memory[tangents[0].value])  # of the loss: the loop's
         backward, made = self._generated(graphs.backward, graphs.saved, tangents, memory, list(grads.values()), held)
@@ -180,10 +193,14 @@ class _Maker:
     def _evaluation(self) -> tuple[tuple[Op, ...], tuple[Buffer, ...]]:
         """The forward program without gradients, and what it returns."""
         recorder, returned = self._recorded(training=False)
-        memory = {value: self._memory(value) for value in recorder.values if value.how is How.INPUT}
         wanted = {_value(each) for each in returned}
+        inputs = [value for value in recorder.values if value.how is How.INPUT]
         graph = [value for value in recorder.values if value.how is not How.INPUT]
-        ops = self._forward(_used(graph, wanted), memory, returned, (), Phase.EVAL)
+        graphs = Graphs(tuple(inputs), tuple(_used(graph, wanted)), (), ())
+        for gap in self.gaps:
+            graphs, _ = deepened(graphs, {}, gap)
+        memory = {value: self._memory(value) for value in graphs.inputs}
+        ops = self._forward(graphs.forward, memory, returned, (), Phase.EVAL)
         return ops, tuple([memory[_value(each)] for each in returned])
 
 

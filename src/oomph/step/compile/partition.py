@@ -25,6 +25,7 @@ _NEVER = 10**9  # the distance from backward of what backward does not need
 class Graphs(msgspec.Struct, frozen=True):
     """The two programs that inductor gets."""
 
+    inputs: tuple[Value, ...]  # parameters, buffers and the batch
     forward: tuple[Value, ...]  # in the order they were recorded
     backward: tuple[Value, ...]  # what is saved is no part of it
     saved: tuple[Value, ...]
@@ -49,7 +50,8 @@ def partition(values: Sequence[Value], outputs: Iterable[Value], grads: Iterable
     forward = _needed(values, [*outputs, *saved], set())
     late = _needed(values, grads, kept)
     backward = _in_engines_order(values, late, kept)
-    return Graphs(tuple(forward), tuple(backward), tuple(saved))
+    inputs = [value for value in values if value.how is How.INPUT]
+    return Graphs(tuple(inputs), tuple(forward), tuple(backward), tuple(saved))
 
 
 def _needed(values: Sequence[Value], wanted: Iterable[Value], given: set[Value]) -> list[Value]:

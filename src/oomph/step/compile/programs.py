@@ -12,11 +12,11 @@ from oomph.step.compile.loop import Loop, Programs
 from oomph.step.compile.model import CompiledModel, compiled_model
 from oomph.step.compile.scale import scaled_model
 from oomph.step.loop import model_buffers
-from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Step
+from oomph.step.models.gpt2 import attends_by_hand
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Step, exchanged
 from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import parameters
 from oomph.step.precision import precision
-from oomph.step.renewal import exchanged
 from oomph.step.tensor.autograd import Leaf, run_backward
 from oomph.step.tensor.loss import chunked_cross_entropy
 from oomph.step.tensor.tape import Tape
@@ -45,6 +45,8 @@ def build(
     `nearly`: the model's programs may be scaled from those of other batch sizes.
     """
     alike = _replace(config, **_AROUND)
+    if cuda and config.trainer == "nanogpt" and not attends_by_hand(config):
+        alike = _replace(alike, trainer="oomph")  # whose compiled model is the same
     micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
     keeps_outputs = config.trainer != "hf"  # the Trainer lets go of them before backward
     found = programs(alike, cuda, threads, evaluates, nearly)

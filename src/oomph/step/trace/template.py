@@ -21,10 +21,9 @@ from oomph.step import loop
 from oomph.step.compile.loop import Loop as CompiledLoop
 from oomph.step.compile.loop import Programs
 from oomph.step.depth import Gap, UnlikeBlocksError, block_of, deepened
-from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
+from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step, copied, exchanged
 from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import Parameter
-from oomph.step.renewal import copied, exchanged
 
 TILE = 128  # tokens: the coarsest that a kernel rounds to
 BATCHES, TILES = (11, 13), (1, 2, 3)  # where the sizes are traced: whose products are seldom a model's width

@@ -34,7 +34,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         used = pointwise("ne", column, dtype="bool")
         zero = constant(logs, "full", (), "int64")
         chosen = pointwise("where", used, column, zero, dtype="int64")
-        one_hot = _one_hot(chosen, rows, words)
+        one_hot = _one_hot(chosen, rows, words, dtype if recorder.autocast is None else "float32")
         grad = pointwise("mul", one_hot, pointwise("where", used, share, dtype=share.dtype))
         grad = as_float32(as_dtype(grad, dtype))
         total = reduction("sum", grad, row)
@@ -56,12 +56,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return attach(node, loss)
 
 
-def _one_hot(chosen: Tensor, rows: int, words: int) -> Tensor:
-    """Where the vocabulary's numbers equal the target: torch since 2.5 writes no scattered one-hot."""
+def _one_hot(chosen: Tensor, rows: int, words: int, dtype: str) -> Tensor:
+    """Where the vocabulary's numbers equal the target: torch since 2.5 writes no scattered one-hot.
+
+    Before, it is written in the dtype of the logarithms.
+    """
     recorder = recorder_of(chosen)
     if recorder.writes_one_hot:
-        zeros = constant(chosen, "full", (rows, words), "float32")
-        return recorder.record("scatter", How.SCATTER, (zeros, chosen), (rows, words), "float32", kind=Kind.LOGITS)
+        zeros = constant(chosen, "full", (rows, words), dtype)
+        return recorder.record("scatter", How.SCATTER, (zeros, chosen), (rows, words), dtype, kind=Kind.LOGITS)
     numbers = constant(chosen, "arange", (words,), "int64").seen((1, words), (words, 1))
     equal = pointwise("eq", F.expand(chosen, rows, words), numbers, dtype="bool")
     first, second = (constant(chosen, name, (), "float32") for name in ("scalar_0", "scalar_-1"))
