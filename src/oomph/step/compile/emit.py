@@ -53,10 +53,10 @@ class _Emitter:
     def run(self) -> tuple[Op, ...]:
         ops: list[tuple[Op, _Frees]] = []
         for step, group in enumerate(self.order):
-            fresh, over = self._outputs(step, group)
+            fresh = self._outputs(step, group)
             self.done.update(group.tasks)
             frees: _Frees = []
-            op = self._op(group, fresh, over)
+            op = self._op(group, fresh)
             spent = [buffer for buffer in op.allocates if buffer not in fresh]
             frees += spent
             ops.append((op, frees))
@@ -81,10 +81,9 @@ class _Emitter:
 
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def _outputs(self, step: int, group: Group) -> tuple[list[Buffer], int]:
-        """The new memory that a kernel needs, and how many bytes it overwrites."""
+    def _outputs(self, step: int, group: Group) -> list[Buffer]:
+        """The new memory that a kernel needs."""
         fresh: list[Buffer] = []
-        over = 0
         for task in group.tasks:
             for source, access in task.writes:
                 if source.root is not source or self._is_internal(source, group):
@@ -93,12 +92,11 @@ class _Emitter:
                 if victim is not None:
                     self.buffers[source] = self.buffers[victim]
                     self.taken.add(victim)
-                    over += source.bytes
                 elif task.is_extern and task.value.how is How.CALL:
                     fresh.append(self._new(source))
                 else:
                     fresh += self._allocated(step, source)
-        return fresh, over
+        return fresh
 
     def _is_internal(self, source: Source, group: Group) -> bool:
         """Whether it never leaves the kernel that computes it."""
@@ -153,12 +151,12 @@ class _Emitter:
 
     # --- work ---------------------------------------------------------------------------------------------------
 
-    def _op(self, group: Group, fresh: list[Buffer], over: int) -> Op:
+    def _op(self, group: Group, fresh: list[Buffer]) -> Op:
         task = group.tasks[-1]
         value = task.value
         facts = value.facts.get("facts", {})
         spent = [Buffer(f"{value.name}.temporary", size, value.kind, value.block) for size in facts.get("spent", ())]
-        moved = over + self._moved(group)
+        moved = self._moved(group)
         if value.how is How.PRODUCT:
             kernel = Kernel.GEMM
         elif task.is_extern:

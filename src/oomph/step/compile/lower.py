@@ -79,6 +79,11 @@ class Task:
         self.whole = (count, reduced)  # of a reduction that is split: what it is part of
         self.rows_first = True  # a reduction along rows, as memory has them
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether it computes its results from nothing (ir.py `ComputedBuffer.make_loader` computes them again)."""
+        return not self.reads and not self.is_extern and self.value.how is not How.RANDOM
+
     def read(self, source: Source, access: Access) -> None:
         if source not in self.reads:
             self.reads[source] = set()
@@ -300,9 +305,13 @@ class Lowering:
             self._write(cell)
 
     def _reads(self, view: _View) -> list[Read]:
-        if view.cell.source is not None:
-            return [(view.cell.source, view.strides, view.offset)]
-        return [_through(view, read) for read in view.cell.reads]
+        """What is read to compute a view; what reads nothing itself is computed again, written or not."""
+        source = view.cell.source
+        if source is None:
+            return [_through(view, read) for read in view.cell.reads]
+        if source.task is not None and source.task.is_constant:
+            return []
+        return [(source, view.strides, view.offset)]
 
     def _reduction(self, value: Value, operand: Value | None = None) -> _View:
         operand = operand or value.inputs[0]
@@ -445,10 +454,13 @@ def _loops(shape: Shape, reduced: Shape) -> list[int]:
 
 
 def base_of(value: Value) -> Value:
-    """What a view is a view of."""
-    while value.how is How.VIEW:
+    """What a view, or one of the parts of a split, is a view of."""
+    while True:
+        if value.how is How.ITEM and value.inputs[0].facts.get("view"):
+            value = value.inputs[0]
+        elif value.how is not How.VIEW:
+            return value
         value = value.inputs[0]
-    return value
 
 
 def _fresh(cell: _Cell) -> _Cell:

@@ -160,9 +160,9 @@ class ProgramMaker:
     ) -> tuple[tuple[Op, ...], dict[Value, Buffer]]:
         """The backward program, and the memory of the gradients it returns."""
         given = {value: _input(value) for value in (*saved, *(tangent.value for tangent in tangents))}
-        for value in saved:
-            given[value].freeable = value.how is not How.INPUT
-            given[value].donated = given[value].freeable and self.version >= DONATED_FROM
+        for value, source in given.items():
+            source.freeable = value.how is not How.INPUT
+            source.donated = source.freeable and value.how is not How.TANGENT and self.version >= DONATED_FROM
         return self._run(graph, given, memory, outputs, held, Phase.BACKWARD)
 
     def _run(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from oomph.step.compile.fuse import Group
+from oomph.step.compile.graph import How
 from oomph.step.compile.lower import Source
 
 
@@ -133,8 +134,14 @@ def _breadth_first(facts: _Facts) -> list[Group]:
 
 
 def _depth_first(facts: _Facts) -> list[Group]:
-    """topological_sort_dfs: the smallest first, each after what it reads."""
-    weight = {g: (facts.size[g] + sum([s.bytes for s in facts.reads[g]]), facts.place[g]) for g in facts.groups}
+    """topological_sort_dfs: the smallest first, each after what it reads.
+
+    Of a kernel with several results each is a node of its own there, that takes nothing.
+    """
+    weight = {
+        g: (0 if _has_results(g) else facts.size[g] + sum([s.bytes for s in facts.reads[g]]), facts.place[g])
+        for g in facts.groups
+    }
     done: dict[Group, None] = {}
     for start in sorted(facts.groups, key=weight.__getitem__):
         stack = [start]
@@ -150,3 +157,7 @@ def _depth_first(facts: _Facts) -> list[Group]:
                 done[group] = None
                 stack.pop()
     return list(done)
+
+
+def _has_results(group: Group) -> bool:
+    return group.is_extern and group.tasks[0].value.how is How.CALL
