@@ -11,7 +11,7 @@ from oomph.report import document as doc
 WIDEST = 120
 GAP = 2  # columns between columns
 FEWEST = 18  # columns that words are readable in
-BAR_MARGIN, BAR_END = 14, 14  # columns left of a bar for the program's name, and right of it for its size
+BAR_MARGIN, BAR_END = 14, 14  # columns left of a bar, at least, for the program's name, and right of it for its size
 LABELS = 6  # parts of a bar that are named below it
 MARKS = {
     "yes": ("✓", "bold green"),
@@ -106,22 +106,23 @@ class _Page:
     # --- bars --------------------------------------------------------------------------------------
 
     def _bars(self, part: doc.Bars) -> list[RenderableType]:
-        cells = max(5, self.width - BAR_MARGIN - BAR_END)
-        lines: list[RenderableType] = [self._bar(bar, part.full_mib, cells) for bar in part.bars]
+        margin = max([BAR_MARGIN, *(len(bar.program) + 2 for bar in part.bars)])
+        cells = max(5, self.width - margin - BAR_END)
+        lines: list[RenderableType] = [self._bar(bar, part.full_mib, cells, margin) for bar in part.bars]
         if part.capacity_mib is not None:
             at = round(part.capacity_mib / part.full_mib * cells)
             label = f"{part.capacity_mib:,.0f} MiB"
-            lines.append(Styled(" " * max(0, BAR_MARGIN + at - len(label) - 2) + label + " ┛", style="bold"))
+            lines.append(Styled(" " * max(0, margin + at - len(label) - 2) + label + " ┛", style="bold"))
         return lines if self.everything else [*lines, self._labels(part)]
 
-    def _bar(self, bar: doc.Bar, full_mib: float, cells: int) -> Styled:
+    def _bar(self, bar: doc.Bar, full_mib: float, cells: int, margin: int) -> Styled:
         """Glyphs for parts; the card's limit as a line, in front of what does not fit."""
         glyphs = [self.glyph(name) for name, wide in segments(bar.parts, full_mib, cells) for _ in range(wide)]
         glyphs += [(" ", "")] * (cells - len(glyphs))
         if bar.capacity_mib is not None:
             at = min(cells - 1, max(0, round(bar.capacity_mib / full_mib * cells) - 1))
             glyphs[at] = ("┃", "bold")
-        return Styled.assemble(f"{bar.program:<{BAR_MARGIN}}", *glyphs, f" {bar.total_mib:,.0f} MiB")
+        return Styled.assemble(f"{bar.program:<{margin}}", *glyphs, f" {bar.total_mib:,.0f} MiB")
 
     def _labels(self, part: doc.Bars) -> Styled:
         """The largest parts of the first bar, as they follow each other in it, with their MiB."""
