@@ -17,7 +17,9 @@ import msgspec
 NEWEST_TORCH = "2.13"  # assumed where the config does not say which PyTorch will run
 DEFAULT_LOSS_CHUNK = 2048  # tokens: large enough for full-speed matrix products, small beside a micro-batch
 COMPILED_LOSS_CHUNK = 4096  # a compiled loss makes no float32 copy of the chunk's logits
-TRAINERS = ("nanogpt", "oomph", "hf", "nanochat")
+TRAINERS = ("nanogpt", "oomph", "hf", "torch", "nanochat")
+TRANSFORMERS = ("hf", "torch")  # those that train transformers' own models
+ZERO_GRADS = ("after_step", "before_backward")
 # Architectures that `step.models` describes, by transformers' names for them.
 MODEL_TYPES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt",
@@ -164,7 +166,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trainer: Annotated[
         str,
         _our(
-            "the program that runs: nanogpt as published, oomph, hf (transformers' Trainer) or nanochat",
+            "the program that runs: nanogpt as published, oomph, hf (transformers' Trainer), torch (a plain loop with "
+            "transformers' models) or nanochat",
             choices=TRAINERS,
         ),
     ] = "nanogpt"
@@ -188,6 +191,12 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[str, _our("how the optimizer goes over tensors; unset: fused on a GPU", choices=OPTIMIZER_LOOPS)]
         | None
     ) = None
+    use_cache: (
+        Annotated[bool, _our("transformers keeps each block's keys and values; unset: a plain loop does")] | None
+    ) = None
+    zero_grad: Annotated[
+        str, _our("when a plain loop lets gradients go: after the step or before backward", choices=ZERO_GRADS)
+    ] = "after_step"
     expandable_segments: Annotated[bool, _our("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")] = False
     world_size: Annotated[int, _our("devices; gradient_accumulation_steps is divided among them", ge=1, le=MANY)] = 1
     torch_version: Annotated[

@@ -8,7 +8,7 @@ import msgspec
 
 from oomph.config.hugging_face import OWN_ACTIVATIONS
 from oomph.config.load import LoadedConfig
-from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TrainConfig
+from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TRANSFORMERS, TrainConfig
 
 Decision = tuple[str | int | float | bool, str]  # a value and its reason
 
@@ -66,6 +66,8 @@ def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False
         decisions["loss_chunk"] = _loss_chunk(msgspec.structs.replace(config, dtype=dtype), device)
     if config.trainer == "oomph" and config.compile and device.kind == "cpu" and not loaded.said("compile"):
         decisions["compile"] = (False, "torch.compile does not pay on a CPU")
+    if config.use_cache is None:
+        decisions["use_cache"] = _use_cache(config)
     if config.optimizer_loop is None:
         decisions["optimizer_loop"] = _optimizer_loop(config, device)
     settled = msgspec.structs.replace(config, **{key: value for key, (value, _) in decisions.items()})
@@ -96,7 +98,7 @@ def follows(config: TrainConfig, key: str) -> bool:
 def _activation(config: TrainConfig) -> Decision:
     if config.model_type == "nanochat":
         return "relu", "nanochat squares what relu leaves"
-    if config.trainer == "hf":
+    if config.trainer in TRANSFORMERS:
         return OWN_ACTIVATIONS.get(config.model_type, "silu"), f"{config.model_type}'s in transformers"
     return "gelu", "nanoGPT's"
 
@@ -140,6 +142,8 @@ def _dtype(config: TrainConfig, device: SettlingDevice) -> Decision:
         if config.trainer == "nanogpt":
             return "float32", f"nanoGPT does not autocast on {device.name}"
         return "float32", f"half precision is rarely faster on {device.name}"
+    if config.trainer == "torch":
+        return "float32", "a plain loop computes in its weights' own precision"
     if config.trainer == "nanochat" and not device.has_bf16:
         return "float32", f"{device.name} has no bfloat16, and nanochat takes float32 then"
     if device.has_bf16:
@@ -152,11 +156,24 @@ def _return_logits(config: TrainConfig) -> Decision:
         return False, "a loss in chunks never holds all logits"
     if config.trainer == "hf":
         return False, "the Trainer lets them go before backward"
+    if config.trainer == "torch":
+        return True, "a plain loop holds the model's outputs until the next are there"
     if config.trainer == "nanochat":
         return False, "nanochat's training step returns only the loss"
     if config.trainer == "nanogpt":
         return True, "nanoGPT's training step returns its logits"
     return False, "oomph's training step returns only the loss"
+
+
+def _use_cache(config: TrainConfig) -> Decision:
+    """Keys and values that generation would go on from. In training nobody reads them, but `outputs` holds them."""
+    if config.trainer != "torch":
+        return False, "transformers' Trainer switches it off" if config.trainer == "hf" else "there is no such cache"
+    if config.checkpoint_layers:
+        return False, "transformers switches it off where blocks are checkpointed"
+    if config.compile:
+        return False, "not described for compiled models"
+    return True, "transformers' models have it on unless they are told otherwise"
 
 
 def _loss_chunk(config: TrainConfig, device: SettlingDevice) -> Decision:
@@ -184,6 +201,9 @@ def _optimizer_loop(config: TrainConfig, device: SettlingDevice) -> Decision:
         return "fused", "oomph fuses the optimizer on every device"
     if config.trainer == "hf":
         return "fused", "the Trainer's default is adamw_torch_fused"
+    if config.trainer == "torch":
+        own = "foreach" if device.kind in ("cuda", "rocm") else "forloop"
+        return own, f"torch.optim's default on {device.name}"
     if config.trainer == "nanochat":
         return "fused", "nanochat compiles its optimizer's step"
     if _no_autocast(device):

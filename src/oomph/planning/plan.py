@@ -28,7 +28,10 @@ from oomph.step import parameters as params
 from oomph.step.ops import Kernel, Phase, Step
 from oomph.step.parameters import Parameter
 
-PROGRAMS = {"nanogpt": "nanoGPT", "oomph": "oomph train", "hf": "transformers' Trainer", "nanochat": "nanochat"}
+PROGRAMS = {
+    "nanogpt": "nanoGPT", "oomph": "oomph train", "hf": "transformers' Trainer", "torch": "a plain PyTorch loop",
+    "nanochat": "nanochat",
+}  # fmt: skip
 OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}  # whose plan is shown beside that of the one asked for
 Config = LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 POSITIONS = "transformer.wpe.weight"  # nanoGPT counts its parameters without them

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
-from oomph.config.schema import TrainConfig
+from oomph.config.schema import TRANSFORMERS, TrainConfig
 from oomph.step import gpt_compiled, loop
 from oomph.step.compile import programs
 from oomph.step.kernels import RANDOM_STATE_BYTES
@@ -62,7 +62,7 @@ def build(
     by default one a core. `nearly`: a compiled step may be scaled from those of other batch sizes, as a search does.
     """
     workspace_bytes = workspaces(capability) if cuda else ()
-    evaluates = evaluates and config.trainer != "hf"  # the Trainer does not, unless it is told to
+    evaluates = evaluates and config.trainer not in TRANSFORMERS  # these do not, unless told to
     threads = threads or os.cpu_count() or 1
     if config.compile and config.trainer in ("nanogpt", "oomph"):  # by hand, until the passes are as good on a CPU too
         step = gpt_compiled.build(config, cuda, first, workspace_bytes, threads, evaluates)

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from oomph.step.models.llama import attention_interface, causal_lm_loss, causal_mask, heads, positions, run_layer
+from oomph.step.models.llama import (
+    attention_interface,
+    causal_lm_loss,
+    causal_mask,
+    heads,
+    positions,
+    remembered,
+    run_layer,
+)
 from oomph.step.ops import Kind
 from oomph.step.tensor.activations import activate
 from oomph.step.tensor.addmm import conv1d
@@ -92,6 +100,7 @@ def attention(m: Module, x: Tensor, mask: Tensor | None) -> Tensor:
     key = heads(key, size)
     value = heads(value, size)
     query = heads(query, size)
+    key, value = remembered(m, key, value)
     attn_output = attention_interface(m, query, key, value, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape))
     attn_output = conv1d(m / "c_proj", attn_output)

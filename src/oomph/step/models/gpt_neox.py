@@ -11,6 +11,7 @@ from oomph.step.models.llama import (
     causal_lm_loss,
     causal_mask,
     positions,
+    remembered,
     rotary_embedding,
     rotate,
     run_layer,
@@ -110,6 +111,7 @@ def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | Non
     qkv = transpose(reshape(linear(m / "query_key_value", x), batch, tokens, count, 3 * size), 1, 2)
     query_states, key_states, value_states = split(qkv, [size] * 3)
     query_states, key_states = rotate(m.config, query_states, key_states, cos, sin)
+    key_states, value_states = remembered(m, key_states, value_states)
     attn_output = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape))
     return linear(m / "dense", attn_output)

@@ -208,7 +208,7 @@ def causal_mask(
     if packed and tape.compiles:  # transformers decides nothing by what a tensor holds while it is traced
         flags = tape.made("window" if sliding else "mask", (batch, 1, tokens, tokens), "bool", kind=Kind.ATTENTION)
         return pointwise("where", flags, dtype=dtype) if c.attn_logit_softcapping else flags
-    if packed:
+    if packed and not c.use_cache:
         _look_for_packed_sequences(tape, batch, tokens)
     windowed = sliding and tokens >= (c.sliding_window or 0)
     if not windowed and not c.attn_logit_softcapping:
@@ -341,6 +341,7 @@ def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | Non
     """LlamaAttention.forward."""
     query_states, key_states, value_states = projections(m, x)
     query_states, key_states = rotate(m.config, query_states, key_states, cos, sin)
+    key_states, value_states = remembered(m, key_states, value_states)
     attn_output = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape[:2], attn_output.shape[2] * attn_output.shape[3]))
     return linear(m / "o_proj", attn_output)
@@ -406,6 +407,17 @@ def rotate_half(x: Tensor) -> Tensor:
     middle = x.shape[-1] // 2
     first, second = part(x, 0, middle), part(x, middle, x.shape[-1])
     return cat([neg(second), first])
+
+
+def remembered(m: Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """DynamicCache.update: keys and values appended to what is remembered, here nothing, in the keys' dtype."""
+    if not m.config.use_cache:
+        return key, value
+    nothing = m.tape.buffer("cache", (*key.shape[:2], 0, key.shape[3]), key.dtype)
+    key = cat([nothing, key], dim=2)
+    value = cat([nothing, value], dim=2)
+    m.tape.cache += [key.storage, value.storage]
+    return key, value
 
 
 def attention_interface(m: Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,0 +1,89 @@
+"""A plain PyTorch loop around a transformers model: planned as it really runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from described_models import config_of
+from hf_models import Hf
+
+from oomph.checking.child import peak_allocated_bytes
+from oomph.config.schema import TrainConfig
+from oomph.predict.memory import find_peak
+from oomph.step import build, loop
+from oomph.step.ops import Kind, Step
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILIES = ("gpt2", "gpt_neox", "opt", "llama", "qwen3")
+
+
+def plain(model: Hf, **keys: Any) -> TrainConfig:
+    """The config of a plain loop around that model."""
+    kept = {"use_cache": bool(model.more.get("use_cache")), "optimizer_loop": "forloop", "grad_clip": 0.0}
+    return config_of(model, "float32", trainer="torch", return_logits=True, **{**kept, **keys})
+
+
+def run(model: Hf, zero_grad: str, steps: int) -> None:
+    """The loop itself, on the CPU."""
+    torch.manual_seed(0)
+    built = model.build()
+    optimizer = torch.optim.AdamW(built.parameters(), weight_decay=0.1, foreach=False)
+    for _ in range(steps):
+        batch = model.inputs()
+        outputs = built(**batch)
+        loss = outputs.loss
+        if zero_grad == "before_backward":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if zero_grad == "after_step":
+            optimizer.zero_grad()
+
+
+def peak_bytes(steps: list[Step]) -> int:
+    return find_peak(steps, rounding_bytes=1).allocated_bytes
+
+
+@pytest.mark.parametrize("zero_grad", ["after_step", "before_backward"])
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plain_loop_is_planned_as_it_runs(family: str, cached: bool, zero_grad: str) -> None:
+    model = Hf(family, layers=3, kv_heads=4, width=96, ffn=256, vocab=1000, tokens=48, more={"use_cache": cached})
+    config = plain(model, zero_grad=zero_grad)
+    steps = [build.build(config, cuda=False, first=first, threads=torch.get_num_threads()) for first in (True, False)]
+    seen = peak_allocated_bytes(lambda: run(model, zero_grad, steps=3))
+    assert peak_bytes(steps) == pytest.approx(seen, rel=2e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_deep_loop_is_the_one_interpreted_block_by_block(family: str) -> None:
+    config = plain(Hf(family, layers=7, kv_heads=4, more={"use_cache": True}))
+    sampled = loop.micro_step(config, True, 1)
+    whole = loop._remembering(loop._interpreted(config, True, 1, range(config.n_layer)))
+    for ours, theirs in ((sampled.before, whole.before), (sampled.after, whole.after)):
+        assert sorted(b.bytes for b in ours) == sorted(b.bytes for b in theirs)
+    assert len(sampled.after) == 4 + 2 * config.n_layer  # the batch, logits, loss; keys and values of each block
+    assert [sum(b.bytes for b in op.frees) for op in sampled.ops] == [
+        sum(b.bytes for b in op.frees) for op in whole.ops
+    ]
+
+
+def test_outputs_are_held_until_the_next_are_there() -> None:
+    """The Trainer lets them go before backward; a plain loop's variable does not."""
+    model = Hf("gpt2", layers=2, vocab=4000, more={"use_cache": False})
+    logits_bytes = 4 * model.batch * model.tokens * model.vocab
+    config = plain(model)
+    later = build.build(config, first=False)
+    assert sum(b.bytes for b in later.resident if b.kind is Kind.LOGITS) >= logits_bytes
+    trainers = build.build(config_of(model, "float32", return_logits=False), first=False)
+    assert peak_bytes([later]) - peak_bytes([trainers]) == pytest.approx(logits_bytes, rel=1e-3)
+
+
+def test_gradients_let_go_late_lie_under_the_forward() -> None:
+    model = Hf("opt", layers=3)
+    early, late = (build.build(plain(model, zero_grad=when), first=False) for when in ("after_step", "before_backward"))
+    weights = sum(b.bytes for b in early.resident if b.kind is Kind.PARAMETERS)
+    held = [sum(b.bytes for b in step.resident if b.kind is Kind.GRADIENTS) for step in (early, late)]
+    assert held == [0, weights]
