@@ -19,6 +19,8 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(["cuda", "cuda:1", "cpu", "mps"])
     if key.name == "torch_version":
         return st.sampled_from(["2.4", "2.13.0"])
+    if key.name == "transformers_version":
+        return st.sampled_from(["4.50", "5.22.2"])
     if key.name == "window_pattern":
         return st.sampled_from(["L", "SSSL"])
     if key.choices:
@@ -53,7 +55,8 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     heads = draw(st.integers(1, 64))
     drawn |= {"n_head": heads, "n_embd": heads * draw(st.integers(1, 128)), "n_layer": draw(st.integers(1, 100))}
     drawn |= fitting_together(drawn)
-    own = [None] if drawn.get("trainer") not in ("hf", "torch", "nanochat") else []  # those have a number where none is said
+    numbered = ("hf", "torch", "nanochat")  # those have a number where none is said
+    own = [None] if drawn.get("trainer") not in numbered else []
     drawn["num_key_value_heads"] = draw(st.sampled_from([*own, 1, heads]))
     drawn["checkpoint_layers"] = draw(st.integers(0, drawn["n_layer"]))
     drawn["world_size"] = draw(st.integers(1, 8))

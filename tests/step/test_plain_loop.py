@@ -87,3 +87,28 @@ def test_gradients_let_go_late_lie_under_the_forward() -> None:
     weights = sum(b.bytes for b in early.resident if b.kind is Kind.PARAMETERS)
     held = [sum(b.bytes for b in step.resident if b.kind is Kind.GRADIENTS) for step in (early, late)]
     assert held == [0, weights]
+
+
+# Peaks in bytes of three turns of the loop, by torch's profiler on the CPU (torch 2.13, one thread, 2026-11-17), with
+# that release of transformers: family, heads of keys, whether keys and values are kept.
+MEASURED = {
+    ("4.48.1", "gpt2", 4, True): 22870388, ("4.48.1", "gpt2", 4, False): 20216180,
+    ("4.48.1", "llama", 4, True): 23947008, ("4.48.1", "llama", 2, False): 21735168,
+    ("4.48.1", "qwen2", 2, True): 22629168,
+    ("4.50.0", "gpt2", 4, True): 21744740, ("4.50.0", "gpt2", 4, False): 20237896,
+    ("4.50.0", "opt", 4, True): 15043864, ("4.50.0", "gpt_neox", 4, True): 19214080,
+    ("4.50.0", "gpt_neox", 4, False): 17264868, ("4.50.0", "llama", 4, True): 23083988,
+    ("4.50.0", "llama", 2, True): 22199252, ("4.50.0", "qwen2", 2, False): 21766148,
+    ("4.55.0", "gpt2", 4, True): 21744740, ("4.55.0", "opt", 4, True): 16371000,
+    ("4.55.0", "gpt_neox", 4, True): 19214080, ("4.55.0", "llama", 2, True): 21756884,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "seen"), MEASURED.items(), ids=str)
+def test_older_releases_of_transformers_are_planned_as_they_ran(case: tuple[str, str, int, bool], seen: int) -> None:
+    version, family, kv_heads, cached = case
+    shape = {"layers": 4, "width": 96, "ffn": 256, "vocab": 1000, "tokens": 96, "batch": 3}
+    model = Hf(family, kv_heads=kv_heads, more={"use_cache": cached}, **shape)  # type: ignore[arg-type]
+    config = plain(model, transformers_version=version)
+    steps = [build.build(config, cuda=False, first=first, threads=1) for first in (True, False)]
+    assert peak_bytes(steps) == pytest.approx(seen, rel=1e-4)

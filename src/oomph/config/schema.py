@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 NEWEST_TORCH = "2.13"  # assumed where the config does not say which PyTorch will run
+NEWEST_TRANSFORMERS = "5.22"  # the same of transformers: the version that the descriptions are held against
 DEFAULT_LOSS_CHUNK = 2048  # tokens: large enough for full-speed matrix products, small beside a micro-batch
 COMPILED_LOSS_CHUNK = 4096  # a compiled loss makes no float32 copy of the chunk's logits
 TRAINERS = ("nanogpt", "oomph", "hf", "torch", "nanochat")
@@ -206,10 +207,23 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             pattern=r"^[0-9]{1,2}\.[0-9]{1,2}(\.[0-9]{1,3})?(\+[A-Za-z0-9.]{1,20})?$",
         ),
     ] = NEWEST_TORCH
+    transformers_version: Annotated[
+        str,
+        _our(
+            "the transformers that will run, such as 4.50 or 5.22.2",
+            pattern=r"^[0-9]{1,2}\.[0-9]{1,2}(\.[0-9]{1,3})?$",
+        ),
+    ] = NEWEST_TRANSFORMERS
     dataset_tokens: (
         Annotated[int, _our("tokens in the training split, for epochs; 3.68B is understood", ge=1, le=10**18)] | None
     ) = None
     seed: Annotated[int, _our("of the random numbers; nanoGPT's is 1337", needed=False, ge=0, le=2**63 - 1)] = 1337
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 13) of "2.13" or "2.13.0": enough to order the releases of torch and of transformers."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 Whose = Literal["nanogpt", "oomph"]

@@ -8,7 +8,7 @@ import msgspec
 
 from oomph.config.hugging_face import OWN_ACTIVATIONS
 from oomph.config.load import LoadedConfig
-from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TRANSFORMERS, TrainConfig
+from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TRANSFORMERS, TrainConfig, release
 
 Decision = tuple[str | int | float | bool, str]  # a value and its reason
 
@@ -32,6 +32,11 @@ CPU_LOSS_CHUNK = 512  # tokens; measured: smaller ones make the products slow, l
 FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernel needs Ampere; before that SDPA takes the memory-efficient one
 FLASH3_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0))  # what nanochat finds kernels of FlashAttention 3 for
 FLASH_HEAD_SIZE = 256  # and heads of at most this size
+# Since this transformers the Trainer ... (training_args.py by release, trainer.py in 5.0)
+TRAINER_FUSED_SINCE = (4, 54)  # takes the fused AdamW, where torch is TORCH_FUSED_SINCE or newer
+TORCH_FUSED_SINCE = (2, 8)
+TRAINER_TORCH_ADAMW_SINCE = (4, 36)  # takes torch's AdamW; the one of its own before went over tensors one by one
+TRAINER_UNCACHED_SINCE = (5, 0)  # switches the cache of keys and values off
 
 
 def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False) -> LoadedConfig:
@@ -167,8 +172,10 @@ def _return_logits(config: TrainConfig) -> Decision:
 
 def _use_cache(config: TrainConfig) -> Decision:
     """Keys and values that generation would go on from. In training nobody reads them, but `outputs` holds them."""
-    if config.trainer != "torch":
-        return False, "transformers' Trainer switches it off" if config.trainer == "hf" else "there is no such cache"
+    if config.trainer not in TRANSFORMERS:
+        return False, "there is no such cache"
+    if config.trainer == "hf" and release(config.transformers_version) >= TRAINER_UNCACHED_SINCE:
+        return False, "transformers' Trainer switches it off"
     if config.checkpoint_layers:
         return False, "transformers switches it off where blocks are checkpointed"
     if config.compile:
@@ -196,11 +203,21 @@ def usual_loss_chunk(config: TrainConfig) -> int:
     return COMPILED_LOSS_CHUNK if larger else DEFAULT_LOSS_CHUNK
 
 
+def _trainers_loop(config: TrainConfig, device: SettlingDevice) -> Decision:
+    """What transformers' Trainer takes where it is not told."""
+    version, in_words = release(config.transformers_version), f"in transformers {config.transformers_version}"
+    if version >= TRAINER_FUSED_SINCE and release(config.torch_version) >= TORCH_FUSED_SINCE:
+        return "fused", "the Trainer's default is adamw_torch_fused"
+    if version < TRAINER_TORCH_ADAMW_SINCE or device.kind not in ("cuda", "rocm"):
+        return "forloop", f"the Trainer's AdamW goes over tensors one by one {in_words}"
+    return "foreach", f"the Trainer's default is adamw_torch {in_words}"
+
+
 def _optimizer_loop(config: TrainConfig, device: SettlingDevice) -> Decision:
     if config.trainer == "oomph":
         return "fused", "oomph fuses the optimizer on every device"
     if config.trainer == "hf":
-        return "fused", "the Trainer's default is adamw_torch_fused"
+        return _trainers_loop(config, device)
     if config.trainer == "torch":
         own = "foreach" if device.kind in ("cuda", "rocm") else "forloop"
         return own, f"torch.optim's default on {device.name}"

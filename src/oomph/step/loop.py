@@ -307,8 +307,8 @@ def _interpreted(config: TrainConfig, cuda: bool, threads: int, layers: Sequence
     loop.micro_step()
     ops = loop.tape.ledger.ops()
     grads = {name: storage.buffer for name, storage in loop.tape.grads.items() if storage is not None}
-    held = [storage.buffer for storage in getattr(loop, "cache", ()) if storage is not None]
-    cache = {f"{buffer.name}.{('keys', 'values')[index % 2]}": buffer for index, buffer in enumerate(held)}
+    held = dict.fromkeys(storage.buffer for storage in getattr(loop, "cache", ()) if storage is not None)
+    cache = {f"{buffer.name}.{index % 2}": buffer for index, buffer in enumerate(held)}
     return MicroStep(ops, before, loop.carried(), grads, cache=cache)
 
 

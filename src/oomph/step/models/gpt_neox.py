@@ -66,7 +66,7 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
     enter_loss(m.tape)
     m.tape.scope = "loss"
-    return logits, causal_lm_loss(logits, labels)
+    return logits, causal_lm_loss(logits, labels, m.config.transformers_version)
 
 
 @forward
