@@ -189,7 +189,7 @@ def plan(
         loaded=loaded,
         device=chosen,
         model=counts,
-        memory=footprint(running, settled, with_optimizer(chosen, settled), reserve_mib),
+        memory=footprint(running, settled, with_optimizer(chosen, settled), reserve_mib, built.source),
         time=time,
         compute=compute,
         data=data,
