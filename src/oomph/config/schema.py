@@ -16,6 +16,7 @@ import msgspec
 
 NEWEST_TORCH = "2.13"  # assumed where the config does not say which PyTorch will run
 NEWEST_TRANSFORMERS = "5.22"  # the same of transformers: the version that the descriptions are held against
+EARLIEST_TRANSFORMERS = (4, 48)  # the earliest release whose differences from the newest are described
 DEFAULT_LOSS_CHUNK = 2048  # tokens: large enough for full-speed matrix products, small beside a micro-batch
 COMPILED_LOSS_CHUNK = 4096  # a compiled loss makes no float32 copy of the chunk's logits
 TRAINERS = ("nanogpt", "oomph", "hf", "torch", "nanochat")

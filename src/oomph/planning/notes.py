@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from oomph.config import LoadedConfig, TrainConfig
-from oomph.config.schema import TRANSFORMERS, release
+from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, release
 from oomph.config.settle import FLASH_CAPABILITY, FLASH_HEAD_SIZE
 from oomph.devices import Device
 from oomph.errors import Problem
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 TENSOR_CORE_STEP = 8  # elements: sixteen bytes of half precision, which tensor-core kernels load at once
 TILE = 64  # widths and vocabularies that are multiples of it keep products at the full rate
 SMALL_VOCABULARY = 1024  # below it the head takes too small a share of the time to matter
-EARLIEST_TRANSFORMERS = (4, 48)  # the earliest release whose differences from the newest are described
 SMALL_WIDTH = 256  # below it no product fills a card anyway
 
 DECIDED_BY_THE_MODEL = (

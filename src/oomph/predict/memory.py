@@ -12,7 +12,7 @@ from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict.allocator.blocks import BLOCK_BYTES
 from oomph.predict.allocator.replay import reserve
-from oomph.predict.spread import Likely, spread_of
+from oomph.predict.spread import Likely, context_spread_mib, spread_of
 from oomph.step.ops import Buffer, Kind, Op, Section, Step
 from oomph.units import MIB, mib
 
@@ -170,7 +170,8 @@ def footprint(
     room_mib = None if capacity_mib is None else capacity_mib - context_mib
     held = _on_cpu(peak, room_mib) if on_cpu else _on_gpu(steps, config, room_mib)
     total_mib = context_mib + held.reserved_mib
-    likely = Likely(context_mib, held.allocated_mib, held.roomy_mib, spread_of(config, device.kind, source))
+    spread, more_mib = spread_of(config, device.kind, source), context_spread_mib(config)
+    likely = Likely(context_mib, held.allocated_mib, held.roomy_mib, spread, more_mib)
     return Footprint(
         total_mib=total_mib,
         allocated_mib=held.allocated_mib,

@@ -16,12 +16,18 @@ import math
 from typing import NamedTuple
 
 from oomph.config import TrainConfig
+from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, release
 from oomph.step.build import describes_compiled
 
 SIGMAS = 1.96  # of a normal distribution in the half of a 95 % interval
 # The context by rule is a fit to out-of-memory messages of many cards, about ± 100 MiB (devices/device.py); workspaces
 # that cuBLAS and cuDNN make beside those counted are 1 to 32 MiB and within it.
 CONTEXT_MIB = 100.0
+# Before CUDA loaded kernels lazily, which PyTorch's builds do since 2.0, a context had all of them: 721 MiB on a GTX
+# 1080, 1644 on an RTX 3090 (pytorch issues 55277 and 49877), 922 to 1823 on an A100 (stas00/ml-engineering), 1343 MB on
+# a V100 (transformers' guide to one GPU, 2022), 400 to 1400 above the rule.
+LAZY_SINCE = (2, 0)
+EAGER_CONTEXT_MIB = 1400.0
 
 
 class Spread(NamedTuple):
@@ -41,19 +47,20 @@ COMPILED = Spread(0.01, 0.01, 0.1)
 # Eager, described or traced: allocated bytes within 0.1 % (2 rows) and 1 % (2 rows of tier B and C), reserved bytes of
 # one loop within 0.2 % (7 rows); what nvidia-smi showed of two runs of a 7B model was off by 0.6 and 0.7 of the gap.
 EAGER = Spread(0.02, 0.02, 0.8)
-# Compiled, but not nanoGPT's model: no row measures these. A trace of inductor's own plan is within 1 % of real
+# Compiled, but not nanoGPT: no row measures these. A trace of inductor's own plan is within 1 % of real
 # compiled steps on a CPU, now and then 3 % (docs/how.md).
 COMPILED_OTHERS = Spread(0.03, 0.03, 0.3)
 # Eager figures in place of a compiled step that is not described: compiling saves up to 40 % of an eager GPT-2's
 # activations (nanoGPT's rows against build-nanogpt's on two cards), and adds nothing.
 NOT_COMPILED = Spread(0.40, 0.03, 0.8)
-# Kernels and allocators of other makers: nothing is measured.
+# Kernels and allocators of other makers, and transformers from before its descriptions begin: nothing is measured.
 UNVERIFIED = Spread(0.10, 0.10, 1.0)
 
 
 def spread_of(config: TrainConfig, device_kind: str, source: str) -> Spread:
     """The spread of a settled config's memory on a kind of device. `source`: "described", or a trace's way."""
-    if device_kind not in ("cuda", "cpu"):
+    older = config.trainer in TRANSFORMERS and release(config.transformers_version) < EARLIEST_TRANSFORMERS
+    if device_kind not in ("cuda", "cpu") or (older and source == "described"):
         return UNVERIFIED
     if not config.compile:
         return EAGER
@@ -61,7 +68,12 @@ def spread_of(config: TrainConfig, device_kind: str, source: str) -> Spread:
         return COMPILED_OTHERS
     if not describes_compiled(config):
         return NOT_COMPILED
-    return COMPILED if config.trainer in ("nanogpt", "oomph") else COMPILED_OTHERS
+    return COMPILED if config.trainer == "nanogpt" else COMPILED_OTHERS
+
+
+def context_spread_mib(config: TrainConfig) -> float:
+    """By how much the context may be larger than the rule says."""
+    return CONTEXT_MIB if release(config.torch_version) >= LAZY_SINCE else EAGER_CONTEXT_MIB
 
 
 class Likely(NamedTuple):
@@ -71,14 +83,15 @@ class Likely(NamedTuple):
     allocated_mib: float
     reserved_mib: float  # where there is room
     spread: Spread
+    more_context_mib: float = CONTEXT_MIB  # by how much the context may be larger; smaller by CONTEXT_MIB
 
     @property
     def _gap_mib(self) -> float:
         return self.reserved_mib - self.allocated_mib
 
-    def _half_mib(self, share: float, gap: float) -> float:
+    def _half_mib(self, share: float, gap: float, context_mib: float = CONTEXT_MIB) -> float:
         """The half of a 95 % interval on one side."""
-        return math.hypot(CONTEXT_MIB, share * self.allocated_mib, gap * self._gap_mib)
+        return math.hypot(context_mib, share * self.allocated_mib, gap * self._gap_mib)
 
     @property
     def low_mib(self) -> float:
@@ -90,7 +103,8 @@ class Likely(NamedTuple):
     @property
     def high_mib(self) -> float:
         """The interval's upper end."""
-        return self.context_mib + self.reserved_mib + self._half_mib(self.spread.high, self.spread.gap)
+        half = self._half_mib(self.spread.high, self.spread.gap, self.more_context_mib)
+        return self.context_mib + self.reserved_mib + half
 
     def p_fits(self, capacity_mib: float, fits: bool) -> float:
         """The probability, 0 to 1, that a process with `capacity_mib` runs through.
@@ -100,8 +114,9 @@ class Likely(NamedTuple):
         simulated allocator says of this capacity: the answer is on its side of one half.
         """
         needed = self.context_mib + self.allocated_mib + self._gap_mib / 2
-        share = self.spread.high if capacity_mib >= needed else self.spread.low
+        more = (self.spread.high, self.more_context_mib)
+        share, context_mib = more if capacity_mib >= needed else (self.spread.low, CONTEXT_MIB)
         uniform = SIGMAS / math.sqrt(12)  # of a uniform distribution's standard deviation, in halves of 95 %
-        deviation = self._half_mib(share, uniform) / SIGMAS
+        deviation = self._half_mib(share, uniform, context_mib) / SIGMAS
         p = (1 + math.erf((capacity_mib - needed) / deviation / math.sqrt(2))) / 2
         return max(p, 0.5) if fits else min(p, 0.5)
