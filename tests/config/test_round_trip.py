@@ -38,7 +38,11 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
 def fitting_together(drawn: dict[str, Any]) -> dict[str, Any]:
     """What a program and its model leave no choice of."""
     model, trainer = drawn.get("model_type", "gpt2"), drawn.get("trainer", "nanogpt")
-    ours = {"use_cache": None, "zero_grad": "after_step"}  # what loops around transformers' models alone have
+    ours = {
+        "use_cache": None,
+        "padding": False,
+        "zero_grad": "after_step",
+    }  # what loops around transformers' models alone have
     if "nanochat" in (model, trainer):
         return {"model_type": "nanochat", "trainer": "nanochat", **ours}
     attention = {"attention": "flash"} if drawn.get("attention") == "flash3" else {}

@@ -25,13 +25,17 @@ def plain(model: Hf, **keys: Any) -> TrainConfig:
     return config_of(model, "float32", trainer="torch", return_logits=True, **{**kept, **keys})
 
 
-def run(model: Hf, zero_grad: str, steps: int) -> None:
-    """The loop itself, on the CPU."""
+def run(model: Hf, zero_grad: str, steps: int, padded: bool = False) -> None:
+    """The loop itself, on the CPU; `padded` with a mask that leaves out a token of each sequence."""
     torch.manual_seed(0)
     built = model.build()
     optimizer = torch.optim.AdamW(built.parameters(), weight_decay=0.1, foreach=False)
     for _ in range(steps):
         batch = model.inputs()
+        if padded:
+            mask = torch.ones_like(batch["input_ids"])
+            mask[:, 0] = 0
+            batch["attention_mask"] = mask
         outputs = built(**batch)
         loss = outputs.loss
         if zero_grad == "before_backward":
@@ -55,6 +59,19 @@ def test_a_plain_loop_is_planned_as_it_runs(family: str, cached: bool, zero_grad
     steps = [build.build(config, cuda=False, first=first, threads=torch.get_num_threads()) for first in (True, False)]
     seen = peak_allocated_bytes(lambda: run(model, zero_grad, steps=3))
     assert peak_bytes(steps) == pytest.approx(seen, rel=2e-3)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama"])
+def test_padded_batches_cost_a_mask(family: str, kv_heads: int) -> None:
+    heads = kv_heads if family == "llama" else 4
+    model = Hf(family, layers=3, kv_heads=heads, width=64, ffn=128, vocab=100, tokens=160, batch=3)
+    steps = [
+        build.build(plain(model, padding=True), cuda=False, first=first, threads=torch.get_num_threads())
+        for first in (True, False)
+    ]
+    seen = peak_allocated_bytes(lambda: run(model, "after_step", steps=3, padded=True))
+    assert peak_bytes(steps) == pytest.approx(seen, rel=5e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,15 +19,16 @@ from oomph.config.values import check
 from oomph.errors import InputError, Problem
 
 # Where a program's defaults are not nanoGPT's. The Trainer counts epochs and has no length: these two are assumed.
+# Neither it nor a plain loop allows tf32, which torch itself has off (torch.backends.cuda.matmul.allow_tf32).
 PROGRAM_DEFAULTS: dict[str, dict[str, object]] = {
     "hf": {
         "batch_size": 8, "gradient_accumulation_steps": 1, "compile": False, "learning_rate": 5e-5, "weight_decay": 0.0,
-        "beta2": 0.999, "warmup_iters": 0, "block_size": 1024, "max_iters": 1000,
+        "beta2": 0.999, "warmup_iters": 0, "block_size": 1024, "max_iters": 1000, "allow_tf32": False,
     },
     "torch": {
         "batch_size": 8, "gradient_accumulation_steps": 1, "compile": False, "learning_rate": 5e-5,
         "weight_decay": 0.01, "beta2": 0.999, "warmup_iters": 0, "block_size": 1024, "max_iters": 1000,
-        "grad_clip": 0.0,
+        "grad_clip": 0.0, "allow_tf32": False,
     },
     "nanochat": {**nanochat.DEFAULTS, **nanochat.shape(nanochat.DEPTH)},
 }  # fmt: skip

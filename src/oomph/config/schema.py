@@ -196,6 +196,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     use_cache: (
         Annotated[bool, _our("transformers keeps each block's keys and values; unset: a plain loop does")] | None
     ) = None
+    padding: Annotated[bool, _our("batches are padded, and transformers makes a mask of each")] = False
     zero_grad: Annotated[
         str, _our("when a plain loop lets gradients go: after the step or before backward", choices=ZERO_GRADS)
     ] = "after_step"

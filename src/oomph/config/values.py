@@ -142,6 +142,12 @@ def _together(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValu
 _TRAINS = {"nanogpt": ("gpt2",), "oomph": ("gpt2",), "nanochat": ("nanochat",)}  # any other trains all but nanochat's
 
 
+_OF_TRANSFORMERS = {
+    "use_cache": "only transformers' models keep keys and values",
+    "padding": "only transformers' models take padded batches",
+}
+
+
 def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue]) -> list[Problem]:
     """Problems of an architecture under a trainer."""
     architecture, trainer = valid.get("model_type"), str(valid.get("trainer"))
@@ -156,9 +162,9 @@ def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue
     if valid.get("attention") == "flash3" and trainer != "nanochat":
         what = "only nanochat is planned with FlashAttention 3"
         return [_problem("attention", values, what, f"trainer = {trainer!r}", "flash, efficient or math")]
-    if valid.get("use_cache") and trainer not in TRANSFORMERS:
-        what = "only transformers' models keep keys and values"
-        return [_problem("use_cache", values, what, f"trainer = {trainer!r}", "trainer = 'torch' or 'hf'")]
+    for key, what in _OF_TRANSFORMERS.items():
+        if valid.get(key) and trainer not in TRANSFORMERS:
+            return [_problem(key, values, what, f"trainer = {trainer!r}", "trainer = 'torch' or 'hf'")]
     if valid.get("zero_grad") == "before_backward" and (trainer != "torch" or valid.get("compile")):
         what = "gradients are let go before backward in an eager plain loop alone"
         found = f"trainer = {trainer!r}, compile = {valid.get('compile')}"

@@ -226,6 +226,8 @@ def causal_mask(
     if packed and tape.compiles:  # transformers decides nothing by what a tensor holds while it is traced
         flags = tape.made("window" if sliding else "mask", (batch, 1, tokens, tokens), "bool", kind=Kind.ATTENTION)
         return pointwise("where", flags, dtype=dtype) if c.attn_logit_softcapping else flags
+    if c.padding:
+        return _padding_mask(c, tape, batch, tokens, dtype, sliding)
     if packed and not c.use_cache:
         _look_for_packed_sequences(tape, batch, tokens)
     windowed = sliding and tokens >= (c.sliding_window or 0)
@@ -259,6 +261,22 @@ def causal_mask(
     numbers = made((batch, 1, *square), dtype)
     del scalars
     return numbers
+
+
+def _padding_mask(c: Any, tape: Tape, batch: int, tokens: int, dtype: str, sliding: bool) -> Tensor:
+    """A mask for each sequence: its own tokens, the earlier ones alone, and of these those in the window."""
+
+    def made(shape: Shape, dtype: str = "bool") -> Tensor:
+        return tape.made("mask", shape, dtype, kind=Kind.ATTENTION)
+
+    padding_mask = made((batch, tokens))
+    mask = made((tokens, tokens))
+    for _ in range(2 if sliding else 1):
+        mask = made((tokens, tokens))
+    mine = made((batch, 1, 1, tokens))
+    mask = made((batch, 1, tokens, tokens))
+    del padding_mask, mine
+    return pointwise("where", mask, dtype=dtype) if c.attn_logit_softcapping else mask
 
 
 def _look_for_packed_sequences(tape: Tape, batch: int, tokens: int) -> None:
