@@ -19,6 +19,8 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(["cuda", "cuda:1", "cpu", "mps"])
     if key.name == "torch_version":
         return st.sampled_from(["2.4", "2.13.0"])
+    if key.name == "transformers_version":
+        return st.sampled_from(["4.50", "5.22.2"])
     if key.name == "window_pattern":
         return st.sampled_from(["L", "SSSL"])
     if key.choices:
@@ -36,12 +38,19 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
 def fitting_together(drawn: dict[str, Any]) -> dict[str, Any]:
     """What a program and its model leave no choice of."""
     model, trainer = drawn.get("model_type", "gpt2"), drawn.get("trainer", "nanogpt")
+    ours = {
+        "use_cache": None,
+        "padding": False,
+        "zero_grad": "after_step",
+    }  # what loops around transformers' models alone have
     if "nanochat" in (model, trainer):
-        return {"model_type": "nanochat", "trainer": "nanochat"}
+        return {"model_type": "nanochat", "trainer": "nanochat", **ours}
     attention = {"attention": "flash"} if drawn.get("attention") == "flash3" else {}
-    if model != "gpt2" or trainer == "hf":
-        return {"trainer": "hf", "max_position_embeddings": None, "block_size": 512, **attention}
-    return {"intermediate_size": None, **attention}
+    if model != "gpt2" or trainer in ("hf", "torch"):
+        program = "torch" if trainer == "torch" else "hf"
+        eager = {"compile": False} if program == "torch" else {"zero_grad": "after_step"}
+        return {"trainer": program, "max_position_embeddings": None, "block_size": 512, **attention, **eager}
+    return {"intermediate_size": None, **attention, **ours}
 
 
 @st.composite
@@ -50,7 +59,8 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     heads = draw(st.integers(1, 64))
     drawn |= {"n_head": heads, "n_embd": heads * draw(st.integers(1, 128)), "n_layer": draw(st.integers(1, 100))}
     drawn |= fitting_together(drawn)
-    own = [None] if drawn.get("trainer") not in ("hf", "nanochat") else []  # those have a number where none is said
+    numbered = ("hf", "torch", "nanochat")  # those have a number where none is said
+    own = [None] if drawn.get("trainer") not in numbered else []
     drawn["num_key_value_heads"] = draw(st.sampled_from([*own, 1, heads]))
     drawn["checkpoint_layers"] = draw(st.integers(0, drawn["n_layer"]))
     drawn["world_size"] = draw(st.integers(1, 8))

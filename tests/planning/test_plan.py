@@ -37,7 +37,7 @@ CONTRACT = {
     "model": {"params", "params_nanogpt", "decay_params", "no_decay_params"},
     "memory": {
         "total_mib", "allocated_mib", "reserved_mib", "context_mib", "capacity_mib", "fits", "headroom_mib", "peak_at",
-        "breakdown", "low_mib", "high_mib",
+        "breakdown", "low_mib", "high_mib", "p_fits",
     },
     "time": {"step_ms", "micro_step_ms", "tokens_per_s", "tflops", "mfu", "mfu_nanogpt", "hours", "low_ms", "high_ms"},
     "compute": {"flops_per_token", "flops_per_token_causal", "flops_per_step", "total_flops"},

@@ -43,6 +43,7 @@ def config_of(model: Hf, precision: str = "float32", **keys: Any) -> TrainConfig
     assert not layer.problems, layer.problems
     said = {name: value.value for name, value in layer.values.items() if value.value is not None}
     said |= {"checkpoint_layers": model.layers if model.checkpoint else 0}
+    said |= {"use_cache": bool(model.more.get("use_cache"))}
     said |= {"trainer": "hf", "compile": False, "batch_size": model.batch, "block_size": model.tokens}
     return settled(from_dict({**said, **PRECISIONS[precision], **keys}))
 
@@ -98,7 +99,8 @@ def described(config: TrainConfig, *, cuda: bool = True, micro_steps: int = 1) -
         tape.autocast, tape.casts = dtypes.autocast, {}
         tape.kind, tape.scope, tape.ledger.phase = Kind.ACTIVATIONS, "", Phase.FORWARD
         out = models.forward(config)(Module(tape, config), *batch)
-        held = _storages(out)
+        held = [*_storages(out), *tape.cache]
+        tape.cache = []
         loss = out[1]
         del out
         tape.autocast, tape.casts = None, {}

@@ -90,6 +90,14 @@ def test_a_description_is_the_trace(family: str, precision: str, cuda: bool) -> 
     assert not difference(Hf(family, kv_heads=4, dropout=0.1), cuda, precision)
 
 
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", [*FAMILIES, "llama", "qwen3"])
+def test_a_description_that_keeps_keys_and_values_is_the_trace(family: str, precision: str, cuda: bool) -> None:
+    kept = Hf(family, kv_heads=4, dropout=0.1, more={"use_cache": True})
+    assert not difference(kept, cuda, precision)
+
+
 @UNTIMED
 @given(hf_models(), st.booleans(), st.sampled_from(PRECISIONS), st.sampled_from(["flash", "efficient", "math"]))
 def test_a_description_of_any_shape_is_the_trace(model: Hf, cuda: bool, precision: str, attention: str) -> None:

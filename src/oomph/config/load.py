@@ -14,20 +14,27 @@ from oomph.config import files, hugging_face, nanochat
 from oomph.config.documents import read_mapping
 from oomph.config.expression import parse_text
 from oomph.config.layer import Layer, Scope, SourcedValue, UnknownValue, unknown_keys
-from oomph.config.schema import GPT2_BLOCK, GPT2_SHAPES, GPT2_VOCABULARY, MANY, TrainConfig, keys
+from oomph.config.schema import GPT2_BLOCK, GPT2_SHAPES, GPT2_VOCABULARY, MANY, TRANSFORMERS, TrainConfig, keys
 from oomph.config.values import check
 from oomph.errors import InputError, Problem
 
 # Where a program's defaults are not nanoGPT's. The Trainer counts epochs and has no length: these two are assumed.
+# Neither it nor a plain loop allows tf32, which torch itself has off (torch.backends.cuda.matmul.allow_tf32).
 PROGRAM_DEFAULTS: dict[str, dict[str, object]] = {
     "hf": {
         "batch_size": 8, "gradient_accumulation_steps": 1, "compile": False, "learning_rate": 5e-5, "weight_decay": 0.0,
-        "beta2": 0.999, "warmup_iters": 0, "block_size": 1024, "max_iters": 1000,
+        "beta2": 0.999, "warmup_iters": 0, "block_size": 1024, "max_iters": 1000, "allow_tf32": False,
+    },
+    "torch": {
+        "batch_size": 8, "gradient_accumulation_steps": 1, "compile": False, "learning_rate": 5e-5,
+        "weight_decay": 0.01, "beta2": 0.999, "warmup_iters": 0, "block_size": 1024, "max_iters": 1000,
+        "grad_clip": 0.0, "allow_tf32": False,
     },
     "nanochat": {**nanochat.DEFAULTS, **nanochat.shape(nanochat.DEPTH)},
 }  # fmt: skip
 PROGRAM_SOURCES = {
     "hf": "default of transformers' Trainer, or assumed",
+    "torch": "usual in a plain PyTorch loop, or assumed",
     "nanochat": "default of nanochat's base_train",
 }
 MAX_PROBLEMS = 100  # more than anybody fixes at once
@@ -198,7 +205,7 @@ class _Gathering:
         """What the program has where nothing is said and nanoGPT has something else."""
         program = str(self.values["trainer"].value)
         found = [(key, value, PROGRAM_SOURCES[program]) for key, value in PROGRAM_DEFAULTS.get(program, {}).items()]
-        if program == "hf" and self.program is None:  # no config.json says what the model is
+        if program in TRANSFORMERS and self.program is None:  # no config.json says what the model is
             family = self.values["model_type"].value
             own = hugging_face.class_defaults(family)
             found += [(key, value, f"default of transformers' {family}") for key, value in own.items()]

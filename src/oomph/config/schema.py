@@ -15,9 +15,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 NEWEST_TORCH = "2.13"  # assumed where the config does not say which PyTorch will run
+NEWEST_TRANSFORMERS = "5.22"  # the same of transformers: the version that the descriptions are held against
+EARLIEST_TRANSFORMERS = (4, 48)  # the earliest release whose differences from the newest are described
 DEFAULT_LOSS_CHUNK = 2048  # tokens: large enough for full-speed matrix products, small beside a micro-batch
 COMPILED_LOSS_CHUNK = 4096  # a compiled loss makes no float32 copy of the chunk's logits
-TRAINERS = ("nanogpt", "oomph", "hf", "nanochat")
+TRAINERS = ("nanogpt", "oomph", "hf", "torch", "nanochat")
+TRANSFORMERS = ("hf", "torch")  # those that train transformers' own models
+ZERO_GRADS = ("after_step", "before_backward")
 # Architectures that `step.models` describes, by transformers' names for them.
 MODEL_TYPES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt",
@@ -164,7 +168,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trainer: Annotated[
         str,
         _our(
-            "the program that runs: nanogpt as published, oomph, hf (transformers' Trainer) or nanochat",
+            "the program that runs: nanogpt as published, oomph, hf (transformers' Trainer), torch (a plain loop with "
+            "transformers' models) or nanochat",
             choices=TRAINERS,
         ),
     ] = "nanogpt"
@@ -188,6 +193,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[str, _our("how the optimizer goes over tensors; unset: fused on a GPU", choices=OPTIMIZER_LOOPS)]
         | None
     ) = None
+    use_cache: (
+        Annotated[bool, _our("transformers keeps each block's keys and values; unset: a plain loop does")] | None
+    ) = None
+    padding: Annotated[bool, _our("batches are padded, and transformers makes a mask of each")] = False
+    zero_grad: Annotated[
+        str, _our("when a plain loop lets gradients go: after the step or before backward", choices=ZERO_GRADS)
+    ] = "after_step"
     expandable_segments: Annotated[bool, _our("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")] = False
     world_size: Annotated[int, _our("devices; gradient_accumulation_steps is divided among them", ge=1, le=MANY)] = 1
     torch_version: Annotated[
@@ -197,10 +209,23 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             pattern=r"^[0-9]{1,2}\.[0-9]{1,2}(\.[0-9]{1,3})?(\+[A-Za-z0-9.]{1,20})?$",
         ),
     ] = NEWEST_TORCH
+    transformers_version: Annotated[
+        str,
+        _our(
+            "the transformers that will run, such as 4.50 or 5.22.2",
+            pattern=r"^[0-9]{1,2}\.[0-9]{1,2}(\.[0-9]{1,3})?$",
+        ),
+    ] = NEWEST_TRANSFORMERS
     dataset_tokens: (
         Annotated[int, _our("tokens in the training split, for epochs; 3.68B is understood", ge=1, le=10**18)] | None
     ) = None
     seed: Annotated[int, _our("of the random numbers; nanoGPT's is 1337", needed=False, ge=0, le=2**63 - 1)] = 1337
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 13) of "2.13" or "2.13.0": enough to order the releases of torch and of transformers."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 Whose = Literal["nanogpt", "oomph"]

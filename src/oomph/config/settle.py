@@ -8,7 +8,7 @@ import msgspec
 
 from oomph.config.hugging_face import OWN_ACTIVATIONS
 from oomph.config.load import LoadedConfig
-from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TrainConfig
+from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TRANSFORMERS, TrainConfig, release
 
 Decision = tuple[str | int | float | bool, str]  # a value and its reason
 
@@ -32,6 +32,11 @@ CPU_LOSS_CHUNK = 512  # tokens; measured: smaller ones make the products slow, l
 FLASH_CAPABILITY = (8, 0)  # PyTorch's flash kernel needs Ampere; before that SDPA takes the memory-efficient one
 FLASH3_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0))  # what nanochat finds kernels of FlashAttention 3 for
 FLASH_HEAD_SIZE = 256  # and heads of at most this size
+# Since this transformers the Trainer ... (training_args.py by release, trainer.py in 5.0)
+TRAINER_FUSED_SINCE = (4, 54)  # takes the fused AdamW, where torch is TORCH_FUSED_SINCE or newer
+TORCH_FUSED_SINCE = (2, 8)
+TRAINER_TORCH_ADAMW_SINCE = (4, 36)  # takes torch's AdamW; the one of its own before went over tensors one by one
+TRAINER_UNCACHED_SINCE = (5, 0)  # switches the cache of keys and values off
 
 
 def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False) -> LoadedConfig:
@@ -66,6 +71,8 @@ def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False
         decisions["loss_chunk"] = _loss_chunk(msgspec.structs.replace(config, dtype=dtype), device)
     if config.trainer == "oomph" and config.compile and device.kind == "cpu" and not loaded.said("compile"):
         decisions["compile"] = (False, "torch.compile does not pay on a CPU")
+    if config.use_cache is None:
+        decisions["use_cache"] = _use_cache(config)
     if config.optimizer_loop is None:
         decisions["optimizer_loop"] = _optimizer_loop(config, device)
     settled = msgspec.structs.replace(config, **{key: value for key, (value, _) in decisions.items()})
@@ -96,7 +103,7 @@ def follows(config: TrainConfig, key: str) -> bool:
 def _activation(config: TrainConfig) -> Decision:
     if config.model_type == "nanochat":
         return "relu", "nanochat squares what relu leaves"
-    if config.trainer == "hf":
+    if config.trainer in TRANSFORMERS:
         return OWN_ACTIVATIONS.get(config.model_type, "silu"), f"{config.model_type}'s in transformers"
     return "gelu", "nanoGPT's"
 
@@ -140,6 +147,8 @@ def _dtype(config: TrainConfig, device: SettlingDevice) -> Decision:
         if config.trainer == "nanogpt":
             return "float32", f"nanoGPT does not autocast on {device.name}"
         return "float32", f"half precision is rarely faster on {device.name}"
+    if config.trainer == "torch":
+        return "float32", "a plain loop computes in its weights' own precision"
     if config.trainer == "nanochat" and not device.has_bf16:
         return "float32", f"{device.name} has no bfloat16, and nanochat takes float32 then"
     if device.has_bf16:
@@ -152,11 +161,26 @@ def _return_logits(config: TrainConfig) -> Decision:
         return False, "a loss in chunks never holds all logits"
     if config.trainer == "hf":
         return False, "the Trainer lets them go before backward"
+    if config.trainer == "torch":
+        return True, "a plain loop holds the model's outputs until the next are there"
     if config.trainer == "nanochat":
         return False, "nanochat's training step returns only the loss"
     if config.trainer == "nanogpt":
         return True, "nanoGPT's training step returns its logits"
     return False, "oomph's training step returns only the loss"
+
+
+def _use_cache(config: TrainConfig) -> Decision:
+    """Keys and values that generation would go on from. In training nobody reads them, but `outputs` holds them."""
+    if config.trainer not in TRANSFORMERS:
+        return False, "there is no such cache"
+    if config.trainer == "hf" and release(config.transformers_version) >= TRAINER_UNCACHED_SINCE:
+        return False, "transformers' Trainer switches it off"
+    if config.checkpoint_layers:
+        return False, "transformers switches it off where blocks are checkpointed"
+    if config.compile:
+        return False, "not described for compiled models"
+    return True, "transformers' models have it on unless they are told otherwise"
 
 
 def _loss_chunk(config: TrainConfig, device: SettlingDevice) -> Decision:
@@ -179,11 +203,24 @@ def usual_loss_chunk(config: TrainConfig) -> int:
     return COMPILED_LOSS_CHUNK if larger else DEFAULT_LOSS_CHUNK
 
 
+def _trainers_loop(config: TrainConfig, device: SettlingDevice) -> Decision:
+    """What transformers' Trainer takes where it is not told."""
+    version, in_words = release(config.transformers_version), f"in transformers {config.transformers_version}"
+    if version >= TRAINER_FUSED_SINCE and release(config.torch_version) >= TORCH_FUSED_SINCE:
+        return "fused", "the Trainer's default is adamw_torch_fused"
+    if version < TRAINER_TORCH_ADAMW_SINCE or device.kind not in ("cuda", "rocm"):
+        return "forloop", f"the Trainer's AdamW goes over tensors one by one {in_words}"
+    return "foreach", f"the Trainer's default is adamw_torch {in_words}"
+
+
 def _optimizer_loop(config: TrainConfig, device: SettlingDevice) -> Decision:
     if config.trainer == "oomph":
         return "fused", "oomph fuses the optimizer on every device"
     if config.trainer == "hf":
-        return "fused", "the Trainer's default is adamw_torch_fused"
+        return _trainers_loop(config, device)
+    if config.trainer == "torch":
+        own = "foreach" if device.kind in ("cuda", "rocm") else "forloop"
+        return own, f"torch.optim's default on {device.name}"
     if config.trainer == "nanochat":
         return "fused", "nanochat compiles its optimizer's step"
     if _no_autocast(device):

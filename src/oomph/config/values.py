@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from oomph.config.layer import SourcedValue, UnknownValue
-from oomph.config.schema import Key, TrainConfig, keys
+from oomph.config.schema import TRANSFORMERS, Key, TrainConfig, keys
 from oomph.errors import Problem, nearest
 from oomph.units import parse_count
 
@@ -142,6 +142,12 @@ def _together(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValu
 _TRAINS = {"nanogpt": ("gpt2",), "oomph": ("gpt2",), "nanochat": ("nanochat",)}  # any other trains all but nanochat's
 
 
+_OF_TRANSFORMERS = {
+    "use_cache": "only transformers' models keep keys and values",
+    "padding": "only transformers' models take padded batches",
+}
+
+
 def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue]) -> list[Problem]:
     """Problems of an architecture under a trainer."""
     architecture, trainer = valid.get("model_type"), str(valid.get("trainer"))
@@ -156,13 +162,20 @@ def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue
     if valid.get("attention") == "flash3" and trainer != "nanochat":
         what = "only nanochat is planned with FlashAttention 3"
         return [_problem("attention", values, what, f"trainer = {trainer!r}", "flash, efficient or math")]
+    for key, what in _OF_TRANSFORMERS.items():
+        if valid.get(key) and trainer not in TRANSFORMERS:
+            return [_problem(key, values, what, f"trainer = {trainer!r}", "trainer = 'torch' or 'hf'")]
+    if valid.get("zero_grad") == "before_backward" and (trainer != "torch" or valid.get("compile")):
+        what = "gradients are let go before backward in an eager plain loop alone"
+        found = f"trainer = {trainer!r}, compile = {valid.get('compile')}"
+        return [_problem("zero_grad", values, what, found, "trainer = 'torch' and compile = False, or after_step")]
     inner, width = valid.get("intermediate_size"), valid.get("n_embd")
     if trainer in ("nanogpt", "oomph") and isinstance(width, int) and inner not in (None, 4 * width):
         what = "intermediate_size (n_inner) is not 4 × n_embd"
         allowed = f"{4 * width}, or trainer = 'hf'"
         return [_problem("intermediate_size", values, what, str(inner), allowed)]
     rows, tokens = valid.get("max_position_embeddings"), valid.get("block_size")
-    has_table = trainer == "hf" and architecture in ("gpt2", "opt")
+    has_table = trainer in TRANSFORMERS and architecture in ("gpt2", "opt")
     if has_table and isinstance(rows, int) and isinstance(tokens, int) and tokens > rows:
         what = "block_size is longer than the table of positions"
         return [_problem("block_size", values, what, str(tokens), f"at most max_position_embeddings = {rows}")]

@@ -21,7 +21,7 @@ from oomph.devices import Device
 from oomph.fitting.estimate import Estimator, replace, slack_of
 from oomph.fitting.space import Ladder
 from oomph.planning.plan import Plan, plan
-from oomph.predict.memory import ALLOCATED_SPREAD, CONTEXT_SPREAD_MIB
+from oomph.predict.spread import CONTEXT_MIB
 from oomph.units import MIB
 
 OPTIMISM = 0.99  # a shallow estimate of the time is right to less than a percent; seen: 0.56 %
@@ -51,7 +51,7 @@ class Searcher:
         self.reserve_mib = reserve_mib
         self.estimator: Estimator = Estimator(device, other.estimator if other is not None else None)
         self.room_bytes = (device.usable_mib - reserve_mib - (device.context_mib or 0)) * MIB
-        self.safe_room_bytes = (self.room_bytes - CONTEXT_SPREAD_MIB * MIB) / (1 + ALLOCATED_SPREAD)
+        self.safe_room_bytes = self.room_bytes - CONTEXT_MIB * MIB  # what may be reserved at most, to be safe
         self.fragmented = 1.0  # what was simulated last: reserved, over allocated
         self._plans: dict[TrainConfig, Plan] = {}
 
@@ -302,7 +302,7 @@ def boundary(things: Sequence[T], guess: int, passes: Callable[[T], bool]) -> in
 def is_safe(plan: Plan) -> bool:
     """Whether it fits even where the prediction misses by as much as it may."""
     memory = plan.memory
-    return memory.capacity_mib is None or memory.high_mib <= memory.capacity_mib
+    return memory.capacity_mib is None or (memory.high_mib <= memory.capacity_mib and not memory.retries)
 
 
 def is_evaluating(plan: Plan) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, release
 from oomph.config.settle import FLASH_CAPABILITY, FLASH_HEAD_SIZE
 from oomph.devices import Device
 from oomph.errors import Problem
@@ -56,6 +57,11 @@ def _assumptions(loaded: LoadedConfig, device: Device, own_model: bool) -> list[
         found.append(
             f"compile is set, and the figures are an eager step's: {config.model_type} compiled is not described yet. "
             "Compiled it needs less memory and less time"
+        )
+    if config.trainer in TRANSFORMERS and release(config.transformers_version) < EARLIEST_TRANSFORMERS:
+        earliest = ".".join(map(str, EARLIEST_TRANSFORMERS))
+        found.append(
+            f"transformers {config.transformers_version} is older than what is described: planned as {earliest} runs"
         )
     if config.eval_only:
         found.append("eval_only is set: memory and hours are those of the one evaluation that runs")

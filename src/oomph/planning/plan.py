@@ -28,7 +28,10 @@ from oomph.step import parameters as params
 from oomph.step.ops import Kernel, Phase, Step
 from oomph.step.parameters import Parameter
 
-PROGRAMS = {"nanogpt": "nanoGPT", "oomph": "oomph train", "hf": "transformers' Trainer", "nanochat": "nanochat"}
+PROGRAMS = {
+    "nanogpt": "nanoGPT", "oomph": "oomph train", "hf": "transformers' Trainer", "torch": "a plain PyTorch loop",
+    "nanochat": "nanochat",
+}  # fmt: skip
 OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}  # whose plan is shown beside that of the one asked for
 Config = LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 POSITIONS = "transformer.wpe.weight"  # nanoGPT counts its parameters without them
@@ -186,7 +189,7 @@ def plan(
         loaded=loaded,
         device=chosen,
         model=counts,
-        memory=footprint(running, settled, with_optimizer(chosen, settled), reserve_mib),
+        memory=footprint(running, settled, with_optimizer(chosen, settled), reserve_mib, built.source),
         time=time,
         compute=compute,
         data=data,

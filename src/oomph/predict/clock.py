@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from oomph.config import TrainConfig
+from oomph.config.schema import release
 from oomph.devices import Device
 from oomph.predict.cpu_kernels import KEPT_BYTES, OOMPH_KEPT_BYTES
 from oomph.predict.gpu_kernels import (
@@ -75,12 +76,12 @@ def likely_sections_s(works: list[Work], config: TrainConfig, device: Device) ->
 
 def kernel_options(config: TrainConfig) -> KernelOptions:
     """What the config and the version of torch decide about the kernels."""
-    release = torch_release(config.torch_version)
-    flash = 1.0 if release >= FLASH_2_SINCE else FLASH_1_SLOWDOWN
+    torch = release(config.torch_version)
+    flash = 1.0 if torch >= FLASH_2_SINCE else FLASH_1_SLOWDOWN
     return KernelOptions(
         allow_tf32=config.allow_tf32,
         attention_slowdown=EFFICIENT_SLOWDOWN if config.attention == "efficient" else flash,
-        pads=config.compile and release >= PADDING_SINCE,
+        pads=config.compile and torch >= PADDING_SINCE,
         kept_bytes=OOMPH_KEPT_BYTES if config.trainer == "oomph" else KEPT_BYTES,
     )
 
@@ -95,16 +96,10 @@ def host_seconds(kernels: int, reads: bool, config: TrainConfig, device: Device,
     if device.kind == "cpu":
         return 0.0
     kernel_s = assume.compiled_host_s if config.compile else assume.eager_host_s
-    if config.compile and torch_release(config.torch_version) < QUICK_LAUNCH_SINCE:
+    if config.compile and release(config.torch_version) < QUICK_LAUNCH_SINCE:
         kernel_s *= EARLY_COMPILED
     reading_s = 2 * config.batch_size * assume.sample_host_s if reads and config.trainer == "nanogpt" else 0.0
     return kernels * kernel_s + reading_s  # oomph's trainer reads in a thread of its own
-
-
-def torch_release(version: str) -> tuple[int, int]:
-    """(2, 13) of "2.13" or "2.13.0"."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def works_of(sections: Sequence[Section], device: Device) -> list[Work]:

@@ -12,12 +12,11 @@ from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict.allocator.blocks import BLOCK_BYTES
 from oomph.predict.allocator.replay import reserve
+from oomph.predict.spread import Likely, context_spread_mib, spread_of
 from oomph.step.ops import Buffer, Kind, Op, Section, Step
 from oomph.units import MIB, mib
 
 CUDA_ROUNDING_BYTES = BLOCK_BYTES  # what the caching allocator rounds every size up to
-CONTEXT_SPREAD_MIB = 100.0  # the context's size is known to about this much, from card to card and driver to driver
-ALLOCATED_SPREAD = 0.05  # what a simulated step may miss: kernels chosen, fusions, a library's own workspaces
 ROUNDING = "rounding by the allocator"
 
 
@@ -141,11 +140,12 @@ class Footprint(msgspec.Struct, frozen=True):
     context_mib: float  # what the process takes before its first tensor
     capacity_mib: float | None  # what a process can use on this device, less what is kept free
     fits: bool | None  # runs without an out-of-memory error, if need be by emptying the allocator's cache
+    p_fits: float | None  # how probable that is, 0 to 1
     headroom_mib: float | None  # capacity less the total; negative: what is missing
     retries: int  # how often the allocator has to empty its cache; each time costs time
     peak_at: str
     breakdown: tuple[Share, ...]  # sums to allocated_mib
-    low_mib: float
+    low_mib: float  # in 95 of 100 runs the total lies between these
     high_mib: float
     peak: Peak
 
@@ -156,8 +156,13 @@ class Footprint(msgspec.Struct, frozen=True):
         return fields
 
 
-def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserve_mib: float = 0.0) -> Footprint:
-    """The memory of a process that runs these steps, a run's first ones, one after another."""
+def footprint(
+    steps: Sequence[Step], config: TrainConfig, device: Device, reserve_mib: float = 0.0, source: str = "described"
+) -> Footprint:
+    """The memory of a process that runs these steps, a run's first ones, one after another.
+
+    `source` is which way they came: "described", or one of the trace's.
+    """
     on_cpu = device.kind == "cpu"
     peak = _peak(tuple(steps), 1 if on_cpu else CUDA_ROUNDING_BYTES)
     context_mib = device.context_mib or 0.0
@@ -165,6 +170,8 @@ def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserv
     room_mib = None if capacity_mib is None else capacity_mib - context_mib
     held = _on_cpu(peak, room_mib) if on_cpu else _on_gpu(steps, config, room_mib)
     total_mib = context_mib + held.reserved_mib
+    spread, more_mib = spread_of(config, device.kind, source), context_spread_mib(config)
+    likely = Likely(context_mib, held.allocated_mib, held.roomy_mib, spread, more_mib)
     return Footprint(
         total_mib=total_mib,
         allocated_mib=held.allocated_mib,
@@ -172,12 +179,13 @@ def footprint(steps: Sequence[Step], config: TrainConfig, device: Device, reserv
         context_mib=context_mib,
         capacity_mib=capacity_mib,
         fits=held.fits,
+        p_fits=None if capacity_mib is None or held.fits is None else likely.p_fits(capacity_mib, held.fits),
         headroom_mib=None if capacity_mib is None else capacity_mib - total_mib,
         retries=held.retries,
         peak_at=peak.at,
         breakdown=_breakdown(peak, held.allocated_mib),
-        low_mib=held.allocated_mib * (1 - ALLOCATED_SPREAD) + max(0.0, context_mib - CONTEXT_SPREAD_MIB),
-        high_mib=held.reserved_mib * (1 + ALLOCATED_SPREAD) + context_mib + CONTEXT_SPREAD_MIB,
+        low_mib=min(total_mib, likely.low_mib),
+        high_mib=max(total_mib, capacity_mib if held.retries and capacity_mib is not None else likely.high_mib),
         peak=peak,
     )
 
@@ -200,6 +208,7 @@ class _Held(msgspec.Struct, frozen=True):
 
     allocated_mib: float
     reserved_mib: float
+    roomy_mib: float  # what it reserves where there is room
     fits: bool | None
     retries: int = 0
 
@@ -207,7 +216,7 @@ class _Held(msgspec.Struct, frozen=True):
 def _on_cpu(peak: Peak, room_mib: float | None) -> _Held:
     """The CPU's allocator keeps no cache."""
     allocated_mib = mib(peak.allocated_bytes)
-    return _Held(allocated_mib, allocated_mib, None if room_mib is None else allocated_mib <= room_mib)
+    return _Held(allocated_mib, allocated_mib, allocated_mib, None if room_mib is None else allocated_mib <= room_mib)
 
 
 def _on_gpu(steps: Sequence[Step], config: TrainConfig, room_mib: float | None) -> _Held:
@@ -215,9 +224,10 @@ def _on_gpu(steps: Sequence[Step], config: TrainConfig, room_mib: float | None) 
     roomy = _roomy(tuple(steps), None, config.expandable_segments)
     allocated_mib, reserved_mib = mib(roomy.peak_allocated_bytes), mib(roomy.peak_reserved_bytes)
     if room_mib is None or reserved_mib <= room_mib:
-        return _Held(allocated_mib, reserved_mib, None if room_mib is None else True)
+        return _Held(allocated_mib, reserved_mib, reserved_mib, None if room_mib is None else True)
     if 0 < allocated_mib <= room_mib:
         tight = reserve(steps, int(room_mib * MIB), config.expandable_segments)
         if tight.fits:
-            return _Held(mib(tight.peak_allocated_bytes), mib(tight.peak_reserved_bytes), True, tight.retries)
-    return _Held(allocated_mib, reserved_mib, False)
+            peaks = mib(tight.peak_allocated_bytes), mib(tight.peak_reserved_bytes)
+            return _Held(*peaks, reserved_mib, True, tight.retries)
+    return _Held(allocated_mib, reserved_mib, reserved_mib, False)

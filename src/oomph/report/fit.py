@@ -19,7 +19,10 @@ SECTIONS = {
     "different": "fits, but is another training: the last resort",
     "no": "does not fit",
 }
-PROGRAMS = {"nanogpt": "nanoGPT", "patched": "patched", "oomph": "oomph", "hf": "Trainer", "nanochat": "nanochat"}
+PROGRAMS = {
+    "nanogpt": "nanoGPT", "patched": "patched", "oomph": "oomph", "hf": "Trainer", "torch": "loop",
+    "nanochat": "nanochat",
+}  # fmt: skip
 OPTIONS = (
     doc.Column("", words=True),
     doc.Column("option", words=True),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
-from oomph.config.schema import TrainConfig
+from oomph.config.schema import TRANSFORMERS, TrainConfig
 from oomph.step import loop
 from oomph.step.compile import programs
 from oomph.step.kernels import RANDOM_STATE_BYTES
@@ -62,7 +62,7 @@ def build(
     by default one a core. `nearly`: a compiled step may be scaled from those of other batch sizes, as a search does.
     """
     workspace_bytes = workspaces(capability) if cuda else ()
-    evaluates = evaluates and config.trainer != "hf"  # the Trainer does not, unless it is told to
+    evaluates = evaluates and config.trainer not in TRANSFORMERS  # these do not, unless told to
     threads = threads or os.cpu_count() or 1
     compiled = config.compile and describes_compiled(config)
     make = partial(programs.build, nearly=nearly) if compiled else loop.build

@@ -159,10 +159,42 @@ class TrainerLoop(Loop):
     def _compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         logits, loss = self._forward(batch)
         self._leave_autocast()
+        self.tape.cache = []
         if self.precision.autocast and logits is not None:
             self.tape.scope = "outputs"
             to(logits, "float32")
         return scale(loss, "div")  # by the number of tokens in all of the step's batches
+
+
+class PlainLoop(Loop):
+    """The plainest loop around a transformers model (5.22): `outputs = model(**batch)`, backward, a step, zero_grad.
+
+    The variable `outputs` holds logits, and the cache of keys and values, until the next forward has returned its own;
+    `batch` holds its tensors until all of the next are on the device.
+    """
+
+    def __init__(self, config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> None:
+        super().__init__(config, cuda, threads, layers)
+        self.cache: list[Storage | None] = []
+
+    def micro_step(self) -> None:
+        """One turn of the loop, but for the optimizer."""
+        tape = self.tape
+        tape.ledger.phase = Phase.FORWARD
+        self.batch = self.fetch()
+        logits, loss = self._forward(self.batch)
+        if self.config.return_logits:
+            self.logits, self.cache = logits.storage if logits is not None else None, tape.cache
+        tape.cache = []
+        self.loss = loss.storage
+        del logits
+        self._leave_autocast()
+        tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
+        root = scale(loss, "amplified") if self.precision.is_scaled else loss
+        grad = tape.made("grad", (), root.dtype)
+        tape.grad_enabled = False
+        run_backward((root, grad.detach()))
+        tape.grad_enabled = True
 
 
 class NanochatLoop(Loop):
@@ -191,7 +223,7 @@ class NanochatLoop(Loop):
         tape.note("batch", Kernel.POINTWISE, moved=2 * size)
 
 
-_PROGRAMS: dict[str, type[Loop]] = {"hf": TrainerLoop, "nanochat": NanochatLoop}
+_PROGRAMS: dict[str, type[Loop]] = {"hf": TrainerLoop, "torch": PlainLoop, "nanochat": NanochatLoop}
 
 
 def _loop(config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> Loop:
@@ -206,6 +238,7 @@ class MicroStep(msgspec.Struct, frozen=True, eq=False):
     after: tuple[Buffer, ...]
     grads: dict[str, Buffer]
     inputs: int = 2  # how many of what is held are the batch
+    cache: Mapping[str, Buffer] = {}  # keys and values that the model's outputs hold, not yet among `after`
 
     def repeated(self, micro_steps: int) -> list[tuple[Op, ...]]:
         """So many of them, one after another: the later ones add to the gradients."""
@@ -240,13 +273,30 @@ def micro_step(config: TrainConfig, cuda: bool, threads: int) -> MicroStep:
     """The first micro-step of a step."""
     layers, gaps = sample(models.kinds(config))
     found = _interpreted(config, cuda, threads, layers)
-    sections, grads = [found.ops], found.grads
+    sections, grads, cache = [found.ops], found.grads, found.cache
     try:
         for gap in gaps:
+            _, cache = deepened(sections, cache, gap)
             sections, grads = deepened(sections, grads, gap)
     except UnlikeBlocksError:
-        return _interpreted(config, cuda, threads, range(config.n_layer))
-    return MicroStep(sections[0], found.before, found.after, grads)
+        return _remembering(_interpreted(config, cuda, threads, range(config.n_layer)))
+    return _remembering(MicroStep(sections[0], found.before, found.after, grads, cache=cache))
+
+
+def _remembering(found: MicroStep) -> MicroStep:
+    """The micro-step with the last one's cache, which goes when the last one's outputs do."""
+    if not found.cache:
+        return found
+    old = tuple(map(copied, found.cache.values()))
+    logits = found.before[found.inputs]
+    ops = [_freeing(op, old) if logits in op.frees else op for op in found.ops]
+    return MicroStep(tuple(ops), (*found.before, *old), (*found.after, *found.cache.values()), found.grads)
+
+
+def _freeing(op: Op, more: Sequence[Buffer]) -> Op:
+    """The operation, which lets go of these buffers too."""
+    work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times, op.block)
+    return Op(op.name, op.phase, op.allocates, (*op.frees, *more), *work)
 
 
 def _interpreted(config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> MicroStep:
@@ -256,7 +306,9 @@ def _interpreted(config: TrainConfig, cuda: bool, threads: int, layers: Sequence
     loop.micro_step()
     ops = loop.tape.ledger.ops()
     grads = {name: storage.buffer for name, storage in loop.tape.grads.items() if storage is not None}
-    return MicroStep(ops, before, loop.carried(), grads)
+    held = dict.fromkeys(storage.buffer for storage in getattr(loop, "cache", ()) if storage is not None)
+    cache = {f"{buffer.name}.{index % 2}": buffer for index, buffer in enumerate(held)}
+    return MicroStep(ops, before, loop.carried(), grads, cache=cache)
 
 
 @lru_cache(maxsize=8)
@@ -314,10 +366,17 @@ def training(optimizer: Optimizer, pattern: MicroStep, count: int, first: bool) 
     else:
         optimizer.state = optimizer.create_state()
         resident += [*scaler, *(held.buffer for held in optimizer.state), *left]
+    late = optimizer.config.zero_grad == "before_backward"
+    if late and not first:
+        old = tuple(map(copied, pattern.grads.values()))
+        resident += old
+        at = next(index for index, op in enumerate(ops[0]) if op.phase is Phase.BACKWARD)
+        ops[0] = (*ops[0][:at], Op("zero_grad", Phase.BACKWARD, frees=old), *ops[0][at:])
     sections = [Section(f"micro-step {index}", each) for index, each in enumerate(ops, 1)]
     if count > 3:
         sections[-1] = Section(f"micro-steps 3 to {count}", ops[-1], count - 2)
-    optimizer.grads = [Storage(optimizer.ledger, buffer) for buffer in pattern.grads.values()]
+    if not late:
+        optimizer.grads = [Storage(optimizer.ledger, buffer) for buffer in pattern.grads.values()]
     optimizer.step(first)
     return resident, [*sections, Section("optimizer", optimizer.ledger.ops())]
 

@@ -1,6 +1,7 @@
 """Clipping, the gradient scaler and the optimizers, as PyTorch runs them on a GPU or on the CPU.
 
-Weights come in nanoGPT's two groups: decayed (two dimensions and more), then the rest. What each optimizer is:
+Weights come in two groups, as in nanoGPT and transformers' Trainer: decayed (two dimensions and more), then the rest;
+in a plain loop all in one. What each optimizer is:
 
 - `adamw`: torch.optim.AdamW, fused, foreach or forloop. Fused keeps its step counters on the device.
 - `sgd`: torch.optim.SGD with momentum `beta1`; weight decay adds a decayed copy of the gradients.
@@ -44,6 +45,8 @@ class Optimizer:
         self.matrices = [p for p in everything if splits and _is_hidden(p)]
         rest = [p for p in everything if not (splits and _is_hidden(p))]
         self.groups = [[p for p in rest if p.decayed], [p for p in rest if not p.decayed]]
+        if config.trainer == "torch":
+            self.groups = [rest]  # AdamW(model.parameters())
         self.state: list[Storage] = []
         self.verdicts: list[Storage] = []
 

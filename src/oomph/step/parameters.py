@@ -10,7 +10,7 @@ from math import prod
 
 import msgspec
 
-from oomph.config.schema import TrainConfig
+from oomph.config.schema import TRANSFORMERS, TrainConfig
 from oomph.step import models
 
 _GROUPS = (  # by what a parameter's name contains, the first that fits
@@ -92,7 +92,7 @@ def flops_per_token(config: TrainConfig) -> int:
 
 
 def _multiplied(config: TrainConfig) -> int:
-    if config.model_type == "gpt2" and config.trainer != "hf":
+    if config.model_type == "gpt2" and config.trainer not in TRANSFORMERS:
         return count_nanogpt(config)
     return sum(_visits(config, parameter) for parameter in parameters(config))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from oomph.config.schema import TRANSFORMERS
 from oomph.step.models import gpt2, gpt2_hf, gpt_neox, llama, nanochat, opt
 from oomph.step.precision import Precision
 from oomph.step.tensor.layout import Shape
@@ -20,7 +21,7 @@ _HOMES: dict[str, Any] = {"gpt2": gpt2, "gpt_neox": gpt_neox, "opt": opt, "nanoc
 
 def _home(config: Any) -> Any:
     """The module that describes a config's architecture. GPT-2 is another program in transformers than in nanoGPT."""
-    if config.model_type == "gpt2" and config.trainer == "hf":
+    if config.model_type == "gpt2" and config.trainer in TRANSFORMERS:
         return gpt2_hf
     return _HOMES[config.model_type]
 

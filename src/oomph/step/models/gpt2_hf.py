@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from oomph.step.models.llama import attention_interface, causal_lm_loss, causal_mask, heads, positions, run_layer
+from oomph.config.schema import release
+from oomph.step.models.llama import (
+    attention_interface,
+    causal_lm_loss,
+    causal_mask,
+    heads,
+    positions,
+    remembered,
+    run_layer,
+)
 from oomph.step.ops import Kind
 from oomph.step.tensor.activations import activate
 from oomph.step.tensor.addmm import conv1d
@@ -15,6 +24,8 @@ from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import enter_loss
 from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
+
+MASKLESS_SINCE = (5, 2)  # the release of transformers
 
 
 def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
@@ -35,6 +46,14 @@ def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
         yield "lm_head.weight", (c.vocab_size, width)
 
 
+def buffers(c: Any, _compute_bytes: int) -> list[tuple[str, int]]:
+    """Before 5.2 each block had a causal mask of booleans, though no kernel but its own eager one read it."""
+    if release(c.transformers_version) >= MASKLESS_SINCE:
+        return []
+    size = (c.max_position_embeddings or c.block_size) ** 2
+    return [(f"transformer.h.{index}.attn.bias", size) for index in range(c.n_layer)]
+
+
 def _biased(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", shape
     yield f"{name}.bias", shape[-1:]
@@ -48,7 +67,7 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
     enter_loss(m.tape)
     m.tape.scope = "loss"
-    return logits, causal_lm_loss(logits, labels)
+    return logits, causal_lm_loss(logits, labels, m.config.transformers_version)
 
 
 @forward
@@ -92,6 +111,7 @@ def attention(m: Module, x: Tensor, mask: Tensor | None) -> Tensor:
     key = heads(key, size)
     value = heads(value, size)
     query = heads(query, size)
+    key, value = remembered(m, key, value)
     attn_output = attention_interface(m, query, key, value, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape))
     attn_output = conv1d(m / "c_proj", attn_output)

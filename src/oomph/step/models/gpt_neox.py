@@ -11,6 +11,7 @@ from oomph.step.models.llama import (
     causal_lm_loss,
     causal_mask,
     positions,
+    remembered,
     rotary_embedding,
     rotate,
     run_layer,
@@ -65,7 +66,7 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
     enter_loss(m.tape)
     m.tape.scope = "loss"
-    return logits, causal_lm_loss(logits, labels)
+    return logits, causal_lm_loss(logits, labels, m.config.transformers_version)
 
 
 @forward
@@ -110,6 +111,7 @@ def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | Non
     qkv = transpose(reshape(linear(m / "query_key_value", x), batch, tokens, count, 3 * size), 1, 2)
     query_states, key_states, value_states = split(qkv, [size] * 3)
     query_states, key_states = rotate(m.config, query_states, key_states, cos, sin)
+    key_states, value_states = remembered(m, key_states, value_states)
     attn_output = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape))
     return linear(m / "dense", attn_output)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from oomph.config.schema import NEWEST_TRANSFORMERS, release
 from oomph.step.models import moe
 from oomph.step.ops import Kind
 from oomph.step.tensor.activations import activate
@@ -45,6 +46,13 @@ from oomph.step.tensor.tape import Module, Tape, forward
 from oomph.step.tensor.tensor import Tensor
 
 GEMMAS = ("gemma2", "gemma3_text")
+# What transformers did before these releases, from its history: ...
+PADDED_LABELS_SINCE = (4, 49)  # shifted the logits by a copy, not the labels (loss_utils.py, 8ebe9d7)
+CACHE_COPIES_SINCE = (4, 56)  # kept keys and values as they were, without a copy (cache_utils.py)
+GROUPED_SINCE = (4, 54)  # repeated keys and values for every query, where sdpa can group them (9323d08)
+STRIDED_SINCE = (4, 56)  # made queries, keys and values contiguous (sdpa_attention.py, 959239d) ...
+CONTIGUOUS_SINCE = {"gpt_neox": (4, 49), "opt": (4, 52)}  # ... from the release on that a family took that function,
+CONTIGUOUS_USUALLY_SINCE = (4, 48)  # which for most is this one
 
 
 def _head_dim(c: Any) -> int:
@@ -125,13 +133,23 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = scale(logits)
     enter_loss(tape)
     tape.scope = "loss"
-    return logits, causal_lm_loss(logits, labels)
+    return logits, causal_lm_loss(logits, labels, c.transformers_version, upcasts=True)
 
 
-def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """ForCausalLMLoss: logits in float32, labels shifted by one."""
-    logits = to(logits, "float32")
+def _shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """All rows but the last of each sequence, copied."""
+    tokens = labels.shape[1]
+    shift_logits = contiguous(part(logits, 0, tokens - 1, dim=1))
+    shift_labels = contiguous(part(labels, 1, tokens, dim=1))
+    return cross_entropy(shift_logits, shift_labels)
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor, version: str = NEWEST_TRANSFORMERS, upcasts: bool = False) -> Tensor:
+    """ForCausalLMLoss: logits in float32, labels shifted by one; before that, the logits."""
     tape, (batch, tokens) = logits.tape, labels.shape
+    if release(version) < PADDED_LABELS_SINCE:
+        return _shifted_loss(to(logits, "float32") if upcasts else logits, labels)
+    logits = to(logits, "float32")
     labels = tape.made("labels", (batch, tokens + 1), "int64", (labels,), kind=Kind.INPUTS)
     shift_labels = labels  # of one row all but the first is in one piece
     if batch > 1:
@@ -208,7 +226,9 @@ def causal_mask(
     if packed and tape.compiles:  # transformers decides nothing by what a tensor holds while it is traced
         flags = tape.made("window" if sliding else "mask", (batch, 1, tokens, tokens), "bool", kind=Kind.ATTENTION)
         return pointwise("where", flags, dtype=dtype) if c.attn_logit_softcapping else flags
-    if packed:
+    if c.padding:
+        return _padding_mask(c, tape, batch, tokens, dtype, sliding)
+    if packed and not c.use_cache:
         _look_for_packed_sequences(tape, batch, tokens)
     windowed = sliding and tokens >= (c.sliding_window or 0)
     if not windowed and not c.attn_logit_softcapping:
@@ -241,6 +261,22 @@ def causal_mask(
     numbers = made((batch, 1, *square), dtype)
     del scalars
     return numbers
+
+
+def _padding_mask(c: Any, tape: Tape, batch: int, tokens: int, dtype: str, sliding: bool) -> Tensor:
+    """A mask for each sequence: its own tokens, the earlier ones alone, and of these those in the window."""
+
+    def made(shape: Shape, dtype: str = "bool") -> Tensor:
+        return tape.made("mask", shape, dtype, kind=Kind.ATTENTION)
+
+    padding_mask = made((batch, tokens))
+    mask = made((tokens, tokens))
+    for _ in range(2 if sliding else 1):
+        mask = made((tokens, tokens))
+    mine = made((batch, 1, 1, tokens))
+    mask = made((batch, 1, tokens, tokens))
+    del padding_mask, mine
+    return pointwise("where", mask, dtype=dtype) if c.attn_logit_softcapping else mask
 
 
 def _look_for_packed_sequences(tape: Tape, batch: int, tokens: int) -> None:
@@ -341,6 +377,7 @@ def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | Non
     """LlamaAttention.forward."""
     query_states, key_states, value_states = projections(m, x)
     query_states, key_states = rotate(m.config, query_states, key_states, cos, sin)
+    key_states, value_states = remembered(m, key_states, value_states)
     attn_output = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape[:2], attn_output.shape[2] * attn_output.shape[3]))
     return linear(m / "o_proj", attn_output)
@@ -408,14 +445,33 @@ def rotate_half(x: Tensor) -> Tensor:
     return cat([neg(second), first])
 
 
+def remembered(m: Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """DynamicCache.update: keys and values appended to what is remembered, here nothing, in the keys' dtype."""
+    if not m.config.use_cache:
+        return key, value
+    if release(m.config.transformers_version) < CACHE_COPIES_SINCE:
+        m.tape.cache += [key.storage, value.storage]
+        return key, value
+    nothing = m.tape.buffer("cache", (*key.shape[:2], 0, key.shape[3]), key.dtype)
+    key = cat([nothing, key], dim=2)
+    value = cat([nothing, value], dim=2)
+    m.tape.cache += [key.storage, value.storage]
+    return key, value
+
+
 def attention_interface(m: Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """transformers' sdpa or eager attention: (batch, tokens, heads, head size), contiguous."""
     c, tape = m.config, m.tape
     groups = q.shape[1] // k.shape[1]
+    version = release(c.transformers_version)
     outer, tape.kind = tape.kind, Kind.ATTENTION
     if not c.attn_logit_softcapping:
-        if mask is not None or k.shape[-1] > FLASH_HEAD_SIZE:
+        if mask is not None or k.shape[-1] > FLASH_HEAD_SIZE or version < GROUPED_SINCE:
             k, v = repeat_heads(k, groups), repeat_heads(v, groups)
+        if CONTIGUOUS_SINCE.get(c.model_type, CONTIGUOUS_USUALLY_SINCE) <= version < STRIDED_SINCE:
+            q = contiguous(q)
+            k = contiguous(k)
+            v = contiguous(v)
         attn_output = attend(q, k, v, kernel=c.attention, rate=c.attention_dropout or 0.0, mask=mask)
         attn_output = contiguous(transpose(attn_output, 1, 2))
         tape.kind = outer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from oomph.step.models.llama import attention_interface, causal_lm_loss, causal_mask, heads, run_layer
+from oomph.step.models.llama import attention_interface, causal_lm_loss, causal_mask, heads, remembered, run_layer
 from oomph.step.ops import Kind
 from oomph.step.tensor.activations import activate
 from oomph.step.tensor.functions import (
@@ -68,7 +68,7 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
     enter_loss(m.tape)
     m.tape.scope = "loss"
-    return logits, causal_lm_loss(logits, labels)
+    return logits, causal_lm_loss(logits, labels, m.config.transformers_version)
 
 
 @forward
@@ -152,6 +152,7 @@ def attention(m: Module, x: Tensor, mask: Tensor | None) -> Tensor:
     value_states = linear(m / "v_proj", x)
     key_states = heads(key_states, size)
     value_states = heads(value_states, size)
+    key_states, value_states = remembered(m, key_states, value_states)
     attn_output = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape))
     return linear(m / "out_proj", attn_output)

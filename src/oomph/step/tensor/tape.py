@@ -52,6 +52,7 @@ class Tape:
         self.frame: Frame | None = None  # the checkpointed region that runs
         self.compiles_loss = False  # a chunked loss runs inductor's kernels between its products
         self.grads: dict[str, Storage | None] = {}
+        self.cache: list[Storage | None] = []  # keys and values that the model returns beside its logits
         self.scope = ""  # the module whose forward or backward runs
         self.kind = Kind.ACTIVATIONS  # of what is made where nothing else is said
         self._seq = 0

@@ -192,6 +192,8 @@ const Need = ({ plan: { memory, device, time } }) => html`
       <th scope="row">on ${device.name}</th>
       <td class="number">${memory.fits === false ? "does not fit" : "fits"}</td>
     </tr>
+    ${memory.p_fits !== undefined &&
+    html`<tr><th scope="row">fits with</th><td class="number">${Math.round(100 * memory.p_fits)} %</td></tr>`}
     <tr><th scope="row">predicted</th><td class="number">${mib(memory.total_mib)} MiB</td></tr>
     <tr><th scope="row">there are</th><td class="number">${mib(memory.capacity_mib)} MiB</td></tr>
     <tr><th scope="row">fullest in</th><td class="number wrap">${memory.peak_at}</td></tr>

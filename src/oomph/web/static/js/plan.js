@@ -94,13 +94,22 @@ function Verdict({ name, plan, chosen }) {
       </span>
       <span class="need"><bdi><b>${mib(memory.total_mib)}</b> MiB</bdi></span>
       <span class="left">${left !== undefined && html`<${Left} left=${left} capacity=${memory.capacity_mib} />`}</span>
-      <span class="range" title="bounds of the prediction">${mib(memory.low_mib)} – ${mib(memory.high_mib)}</span>
+      <span class="range" title="in 95 of 100 runs it needs between these; and how probable it is that it fits">
+        ${mib(memory.low_mib)} – ${mib(memory.high_mib)}${chance(memory.p_fits)}
+      </span>
       <span class="pace">
         ${time ? `${milliseconds(time.step_ms)} a step, ${hours(time.hours)}` : `no rates known for ${device.name}`}
         ${energy ? `, ${money(energy.cost, energy.currency)}` : ""}
       </span>
     </label>`;
 }
+
+/** ", fits with 97 %", where the device's memory is known. */
+const chance = (p) => {
+  if (p === undefined) return "";
+  const percent = p > 0.99 ? "over 99" : p < 0.01 ? "under 1" : Math.round(100 * p);
+  return `, fits with ${percent} %`;
+};
 
 const Left = ({ left, capacity }) =>
   left >= 0
