@@ -13,6 +13,7 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Step
+from oomph.step.trace.collector import uncollected
 from oomph.step.trace.flops import uncounted
 from oomph.step.trace.template import Facts, Template, points, steps
 
@@ -38,9 +39,7 @@ def traced(spec: str, config: TrainConfig, cuda: bool, workspace_bytes: Sequence
     name = key(spec, config, cuda)
     template = load(name)
     if template is None or not template.covers(config.batch_size, config.block_size):
-        from oomph.step.trace.user_model import make_template
-
-        template = make_template(spec, config, cuda, cover_more=name is not None)
+        template = _made(spec, config, cuda, cover_more=name is not None)
         save(name, template)
     lists = template.lists(config.batch_size, config.block_size)
     ops = [op for found in lists.sections.values() for op in found]
@@ -48,6 +47,13 @@ def traced(spec: str, config: TrainConfig, cuda: bool, workspace_bytes: Sequence
     source = ("compiled trace" if config.compile else "traced") + (", blocks repeated" if template.gap else "")
     found = steps(template.facts, lists, config, cuda, workspace_bytes)
     return Traced(template.facts, found, source, tuple(uncounted(ops)), unseen)
+
+
+def _made(spec: str, config: TrainConfig, cuda: bool, cover_more: bool) -> Template:
+    with uncollected():
+        from oomph.step.trace.user_model import make_template
+
+        return make_template(spec, config, cuda, cover_more)
 
 
 def key(spec: str, config: TrainConfig, cuda: bool) -> str | None:

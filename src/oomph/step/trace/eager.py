@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from oomph.step.depth import UnlikeBlocksError
 from oomph.step.ops import Buffer, Kind, Phase, Section, Step
-from oomph.step.trace.fakes import DTYPES, Model, convert, drawing_ones, grouping_floats, on_fakes, uncollected
+from oomph.step.trace.collector import uncollected
+from oomph.step.trace.fakes import DTYPES, Model, convert, drawing_ones, grouping_floats, on_fakes
 from oomph.step.trace.hugging_face import deciding_as_eager
 from oomph.step.trace.kernels import random_states, rules
 from oomph.step.trace.loss import find_loss

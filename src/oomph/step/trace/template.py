@@ -1,7 +1,8 @@
 """A traced model as a template: its op lists without sizes, the sizes at a few batches, and one block for many.
 
 Every size in a step is a polynomial in the batch size B and the tokens T: linear in B, quadratic in T. So the lists are
-traced at B = 11 and 13 and T = 128, 256 and 384 and interpolated exactly, with whole numbers. Blocks that repeat are
+traced at T = 128, 256 and 384 and interpolated exactly, with whole numbers, and at one B so large that it parts each
+number by itself: the quotient is what a sequence adds, the remainder what there is without any. Blocks that repeat are
 traced as a few and repeated by `depth`. What this does not hold for has a template of its own: B = 1, where PyTorch
 takes other paths, and T that is no multiple of 128, to which kernels round. A template needs no torch.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import lcm
+from math import gcd, lcm, prod
 from operator import mul
 from typing import Any
 
@@ -27,7 +28,8 @@ from oomph.step.parameters import Parameter
 from oomph.step.renewal import copied, exchanged
 
 TILE = 128  # tokens: the coarsest that a kernel rounds to
-BATCHES, TILES = (11, 13), (1, 2, 3)  # where the sizes are traced: whose products are seldom a model's width
+LENGTHS = (TILE, 2 * TILE, 3 * TILE)  # tokens at which the sizes are traced
+MANY = 1 << 34  # sequences: more than the bytes of a weight, and with the bytes of a sequence still an int64
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
@@ -211,29 +213,28 @@ class Template(msgspec.Struct, frozen=True, array_like=True):
 
     facts: Facts
     form: Form
-    points: tuple[tuple[int, int], ...]  # batch size and tokens; one where it covers these alone
-    numbers: tuple[tuple[int, ...], ...]  # by point
+    batch: int | None  # the batch size that it covers; None for any of two or more
+    tokens: tuple[int, ...]  # lengths at which it was traced; one where it covers that alone
+    fixed: tuple[tuple[int, ...], ...]  # the form's numbers by length: what they are without a sequence,
+    each: tuple[tuple[int, ...], ...]  # and what one more adds
     gap: tuple[int, int, int, int] | None  # before, template, after, period
     most_tokens: int  # to which the interpolation was held against a trace
 
     def covers(self, batch: int, tokens: int) -> bool:
         """Whether the template holds for such a batch."""
-        if len(self.points) == 1:
-            return (batch, tokens) == self.points[0]
-        (first, _), *others = self.points
-        many = first > 1 and any(other != first for other, _ in others)
-        rounded = len({t for _, t in self.points}) > 1
-        same_batch = batch >= 2 if many else batch == first
-        return same_batch and (
-            tokens % TILE == 0 and tokens <= self.most_tokens if rounded else tokens == self.points[0][1]
-        )
+        if batch < 2 if self.batch is None else batch != self.batch:
+            return False
+        if len(self.tokens) == 1:
+            return tokens == self.tokens[0]
+        return tokens % gcd(*self.tokens) == 0 and tokens <= self.most_tokens
 
     def numbers_at(self, batch: int, tokens: int) -> list[int]:
         """The form's numbers at that batch."""
-        weights = [_weight(self.points, point, batch, tokens) for point in self.points]
+        weights = [_weight(self.tokens, own, tokens) for own in self.tokens]
         whole = lcm(*(weight.denominator for weight in weights))
         times = [int(weight * whole) for weight in weights]
-        return [sum(map(mul, times, column)) // whole for column in zip(*self.numbers, strict=True)]
+        times += [batch * each for each in times]
+        return [sum(map(mul, times, column)) // whole for column in zip(*self.fixed, *self.each, strict=True)]
 
     def lists(self, batch: int, tokens: int) -> Lists:
         """The lists at that batch, with all blocks."""
@@ -245,18 +246,20 @@ def points(batch: int, tokens: int, cuda: bool, compiled: bool) -> tuple[tuple[i
     """Where to trace a template that covers such a batch. A CPU's kernels and inductor's have other ranges of size."""
     if compiled:
         return ((batch, tokens),)
-    batches = BATCHES if batch > 1 else (1,)
-    lengths = tuple(TILE * n for n in TILES) if cuda and tokens % TILE == 0 else (tokens,)
-    return tuple((b, t) for t in lengths for b in batches)
+    lengths = LENGTHS if cuda and tokens % TILE == 0 else (tokens,)
+    return tuple((MANY if batch > 1 else 1, length) for length in lengths)
 
 
-def _weight(points: Sequence[tuple[int, int]], own: tuple[int, int], batch: int, tokens: int) -> Fraction:
+def parted(batch: int, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A form's numbers at a batch size: without a sequence, and what one adds, where the batch is so large to tell."""
+    if batch != MANY:
+        return tuple(numbers), (0,) * len(numbers)
+    return tuple([number % MANY for number in numbers]), tuple([number // MANY for number in numbers])
+
+
+def _weight(lengths: Sequence[int], own: int, tokens: int) -> Fraction:
     """Lagrange's."""
-    weight = Fraction(1)
-    for position, asked in ((0, batch), (1, tokens)):
-        for other in {point[position] for point in points} - {own[position]}:
-            weight *= Fraction(asked - other, own[position] - other)
-    return weight
+    return prod((Fraction(tokens - other, own - other) for other in lengths if other != own), start=Fraction(1))
 
 
 def steps(

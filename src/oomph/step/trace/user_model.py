@@ -27,7 +27,7 @@ from oomph.step.trace import eager
 from oomph.step.trace.failure import failure, unplannable
 from oomph.step.trace.fakes import DTYPES, building, convert, facts
 from oomph.step.trace.optimizer import check_traced
-from oomph.step.trace.template import Facts, Lists, Template, check_lives, marked, points, taken_apart
+from oomph.step.trace.template import MANY, Facts, Lists, Template, check_lives, marked, parted, points, taken_apart
 
 _PERIODS = (1, 2, 3, 4, 6, 8)  # of blocks of several kinds in turn
 FAILURES = (Exception, SystemExit)  # a model that leaves must not take the plan, and its exit code, along
@@ -162,7 +162,7 @@ class _Tracing:
         asked = (self.config.batch_size, self.config.block_size)
         every = [*where, *([] if asked in where else [asked])]
         try:
-            found = [self._lists(model, point, whole=cut is None) for point in every]
+            found = [self._lists(model, point, final=cut is None and point == asked) for point in every]
         finally:
             handle.remove()
         known = msgspec.structs.replace(self.facts, makes_no_loss=any(returned))
@@ -171,8 +171,9 @@ class _Tracing:
                 return _template(known, every, len(where), found, gap)
         raise UnlikeBlocksError
 
-    def _lists(self, model: nn.Module, point: tuple[int, int], whole: bool) -> Lists:
-        ids = torch.zeros(point, dtype=torch.int64)
+    def _lists(self, model: nn.Module, point: tuple[int, int], final: bool) -> Lists:
+        with self.mode:
+            ids = torch.zeros(point, dtype=torch.int64)
         inputs = self.inputs if self.own else (ids,) * len(self.inputs)
         config = self.config
         options: dict[str, Any] = {
@@ -188,8 +189,8 @@ class _Tracing:
         except (InputError, UnlikeBlocksError):
             raise
         except FAILURES as error:
-            if not whole:
-                raise UnlikeBlocksError from error  # it may want all of its blocks
+            if not final:
+                raise UnlikeBlocksError from error  # it may want all of its blocks, or a batch of another size
             how = "as torch.compile would" if config.compile else "eagerly"
             raise InputError(failure(self.spec, f"the model cannot be traced {how}", error)) from error
 
@@ -200,10 +201,12 @@ def _template(
     """The template of lists traced at those batches, of which those after the first `traced` are only compared."""
     parts = [taken_apart(lists if gap is None else marked(lists, gap)) for lists in found]
     sides = None if gap is None else (gap.before, gap.template, gap.after, gap.period)
-    numbers = tuple(tuple(each) for _, each in parts[:traced])
-    made = Template(facts, parts[0][0], tuple(where[:traced]), numbers, sides, max(tokens for _, tokens in where))
-    for point, (form, each) in zip(where, parts, strict=True):
-        if not form.alike(made.form) or each != made.numbers_at(*point):
+    batch, lengths = where[0][0], tuple([tokens for _, tokens in where[:traced]])
+    fixed, each = zip(*(parted(batch, numbers) for _, numbers in parts[:traced]), strict=True)
+    longest = max(tokens for _, tokens in where)
+    made = Template(facts, parts[0][0], None if batch == MANY else batch, lengths, fixed, each, sides, longest)
+    for point, (form, numbers) in zip(where, parts, strict=True):
+        if not form.alike(made.form) or numbers != made.numbers_at(*point):
             raise UnlikeBlocksError
     if gap is not None:
         check_lives(made.lists(*where[-1]), facts)
