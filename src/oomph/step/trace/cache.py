@@ -15,7 +15,7 @@ from oomph.config.schema import TrainConfig
 from oomph.step.ops import Step
 from oomph.step.trace.collector import uncollected
 from oomph.step.trace.flops import uncounted
-from oomph.step.trace.template import Facts, Template, points, steps
+from oomph.step.trace.template import SHORT, Facts, Template, points, steps
 
 KEPT = 64  # templates on disk: the oldest goes
 _KEYS = ("dtype", "autocast", "attention", "compile", "torch_version")  # what of a config changes the lists
@@ -44,7 +44,9 @@ def traced(spec: str, config: TrainConfig, cuda: bool, workspace_bytes: Sequence
     lists = template.lists(config.batch_size, config.block_size)
     ops = [op for found in lists.sections.values() for op in found]
     unseen = 0 if cuda else max((op.bytes_moved for op in ops if ".convolution" in f".{op.name}"), default=0)
-    source = ("compiled trace" if config.compile else "traced") + (", blocks repeated" if template.gap else "")
+    source = "compiled trace" if config.compile else "traced"
+    repeated = [what for what, is_so in (("blocks", template.gap), ("tokens", template.tokens == SHORT)) if is_so]
+    source += f", {' and '.join(repeated)} repeated" if repeated else ""
     found = steps(template.facts, lists, config, cuda, workspace_bytes)
     return Traced(template.facts, found, source, tuple(uncounted(ops)), unseen)
 

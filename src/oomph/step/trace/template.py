@@ -29,6 +29,7 @@ from oomph.step.renewal import copied, exchanged
 
 TILE = 128  # tokens: the coarsest that a kernel rounds to
 LENGTHS = (TILE, 2 * TILE, 3 * TILE)  # tokens at which the sizes are traced
+SHORT = (16, 17, 18)  # where the model has a loop over them
 MANY = 1 << 34  # sequences: more than the bytes of a weight, and with the bytes of a sequence still an int64
 
 
@@ -56,7 +57,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     """Op lists without their sizes. Buffers are numbered."""
 
     buffers: tuple[tuple[str, Kind, int | None], ...]
-    sections: dict[str, tuple[tuple[Any, ...], ...]]  # name, phase, allocates, frees, kernel, dtype, dims, times, block
+    sections: dict[str, tuple[tuple[Any, ...], ...]]  # name, phase, allocates, frees, kernel, dtype, dims, block
     roles: dict[str, tuple[int, ...]]
     grads: dict[str, int]
 
@@ -69,7 +70,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
 
 def taken_apart(lists: Lists) -> tuple[Form, list[int]]:
-    """The form of the lists, and their numbers: bytes of the buffers, then FLOPs, bytes moved and shape of each op."""
+    """The form of the lists, and their numbers: bytes of buffers; FLOPs, bytes moved, times and shape of operations."""
     numbered: dict[Buffer, int] = {}
     for buffer in (*(b for held in lists.roles.values() for b in held), *lists.grads.values()):
         numbered.setdefault(buffer, len(numbered))
@@ -80,8 +81,8 @@ def taken_apart(lists: Lists) -> tuple[Form, list[int]]:
         for op in ops:
             made = tuple([numbered.setdefault(buffer, len(numbered)) for buffer in op.allocates])
             gone = tuple(sorted([numbered.setdefault(buffer, len(numbered)) for buffer in op.frees]))
-            forms.append((op.name, op.phase, made, gone, op.kernel, op.dtype, len(op.shape), op.times, op.block))
-            numbers += (op.flops, op.bytes_moved, *op.shape)
+            forms.append((op.name, op.phase, made, gone, op.kernel, op.dtype, len(op.shape), op.block))
+            numbers += (op.flops, op.bytes_moved, op.times, *op.shape)
         sections[name] = tuple(forms)
     buffers = tuple([(b.name, b.kind, b.block) for b in numbered])
     roles = {role: tuple([numbered[b] for b in held]) for role, held in lists.roles.items()}
@@ -96,8 +97,8 @@ def put_together(form: Form, numbers: Sequence[int]) -> Lists:
     sections: dict[str, tuple[Op, ...]] = {}
     for section, forms in form.sections.items():
         ops = []
-        for name, phase, made, gone, kernel, dtype, dims, times, block in forms:
-            flops, moved = next(rest), next(rest)
+        for name, phase, made, gone, kernel, dtype, dims, block in forms:
+            flops, moved, times = next(rest), next(rest), next(rest)
             shape = tuple([next(rest) for _ in range(dims)])
             allocates, frees = tuple([buffers[i] for i in made]), tuple([buffers[i] for i in gone])
             work = (Kernel(kernel), shape, dtype, flops, moved, times, block)
@@ -186,7 +187,9 @@ def _counted(ops: Sequence[Op], gap: Gap) -> tuple[Op, ...]:
     """An evaluation that counts a block's work as often as it has such blocks: it keeps nothing of them."""
     times = gap.copies + 1
     inside = [gap.group_of(block_of(op.name)) == 0 for op in ops]
-    return tuple(msgspec.structs.replace(op, times=times) if own else op for op, own in zip(ops, inside, strict=True))
+    return tuple(
+        msgspec.structs.replace(op, times=times * op.times) if own else op for op, own in zip(ops, inside, strict=True)
+    )
 
 
 def check_lives(lists: Lists, facts: Facts) -> None:
