@@ -14,11 +14,19 @@ from oomph.step.trace.compiled import compiled
 from oomph.step.trace.eager import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks, peft of a config
-FAMILIES = {
-    "llama": Hf("llama", kv_heads=2), "qwen3": Hf("qwen3", head_dim=32), "gpt2": Hf("gpt2"), "gpt_neox": Hf("gpt_neox"),
-    "opt": Hf("opt"), "mixtral": Hf("mixtral"), "bert": Hf("bert"), "t5": Hf("t5"), "vit": Hf("vit"),
-    "deepseek_v3": Hf("deepseek_v3"), "lora": Hf("llama", lora_rank=4),
+GEMMA3 = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+DESCRIBED = {
+    "llama": Hf("llama", kv_heads=2), "mistral": Hf("mistral", kv_heads=2), "qwen2": Hf("qwen2", kv_heads=2),
+    "qwen3": Hf("qwen3", head_dim=32), "olmo2": Hf("olmo2"), "phi3": Hf("phi3", kv_heads=2),
+    "gemma2": Hf("gemma2", kv_heads=2, more={"sliding_window": 16}), "gemma3": Hf("gemma3_text", more=GEMMA3),
+    "gpt2": Hf("gpt2"), "gpt_neox": Hf("gpt_neox"), "opt": Hf("opt"), "mixtral": Hf("mixtral", kv_heads=2),
+    "qwen3_moe": Hf("qwen3_moe", kv_heads=2),
 }  # fmt: skip
+OTHERS = {
+    "bert": Hf("bert"), "t5": Hf("t5"), "vit": Hf("vit"), "deepseek_v3": Hf("deepseek_v3"),
+    "lora": Hf("llama", lora_rank=4), "checkpointed": Hf("llama", checkpoint=True),
+}  # fmt: skip
+FAMILIES = DESCRIBED | OTHERS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -29,11 +37,18 @@ def test_a_traced_step_peaks_where_the_profiler_sees_it(family: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "opt", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", [*DESCRIBED, "deepseek_v3", "lora", "checkpointed"])
 def test_a_traced_step_in_half_precision_peaks_where_the_profiler_sees_it(family: str, precision: str) -> None:
     model = FAMILIES[family]
     seen = peak(changes(model.traced(cuda=False, precision=precision, micro_steps=2)))
     assert seen == pytest.approx(peak(model.profiled(precision, micro_steps=2)), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_a_traced_step_with_autocast_peaks_where_the_profiler_sees_it(family: str) -> None:
+    model = FAMILIES[family]
+    seen = peak(changes(model.traced(cuda=False, precision="autocast", micro_steps=2)))
+    assert seen == pytest.approx(peak(model.profiled("autocast", micro_steps=2)), rel=1e-4)
 
 
 class Called(nn.Module):

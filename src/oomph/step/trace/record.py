@@ -270,15 +270,16 @@ class Recorder(TorchDispatchMode):
 
     def _adjust(self, func: Any, args: Any, allocated: list[Live]) -> None:
         """Results whose size on fake CPU tensors is not the one that the kernel allocates."""
-        if not self.cuda:
-            if kept_bytes := workspace_bytes(func, args):
-                allocated[-1].size_bytes = kept_bytes
-        elif func is _EFFICIENT:
+        if func is _LAYER_NORM and args[0].dtype in _HALVES:
+            weight = args[2]
+            if self.cuda or (weight is not None and weight.dtype is torch.float32):
+                for made in allocated[1:]:
+                    made.size_bytes = 4 * made.numel  # CUDA keeps a row's mean and deviation in float32, a CPU at times
+        elif self.cuda and func is _EFFICIENT:
             for made in allocated[2:]:
                 made.size_bytes = 0  # its random state is the host's
-        elif func is _LAYER_NORM and args[0].dtype in _HALVES:
-            for made in allocated[1:]:
-                made.size_bytes = 4 * made.numel  # CUDA keeps a row's mean and deviation in float32
+        elif not self.cuda and (kept_bytes := workspace_bytes(func, args)):
+            allocated[-1].size_bytes = kept_bytes
 
     # --- the result -----------------------------------------------------------------------------
 
