@@ -47,6 +47,8 @@ _CLASSES = {
     "t5": "AutoModelForSeq2SeqLM",
     "vit": "AutoModelForImageClassification",
 }
+_OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 56)
+_DTYPE = "torch_dtype" if _OLD else "dtype"  # what from_config calls the weights' type
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -104,9 +106,8 @@ class Hf:
 
         Its weights are of that type. As in a model that is loaded, what is computed in float32 stays so (`inv_freq`).
         """
-        made: nn.Module = getattr(transformers, _CLASSES.get(self.family, "AutoModelForCausalLM")).from_config(
-            self.config, dtype=dtype
-        )
+        kind = getattr(transformers, _CLASSES.get(self.family, "AutoModelForCausalLM"))
+        made: nn.Module = kind.from_config(self.config, **{_DTYPE: dtype})
         if self.checkpoint:
             made.gradient_checkpointing_enable()
         if self.lora_rank:

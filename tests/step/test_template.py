@@ -68,21 +68,21 @@ def test_an_eager_template_is_the_trace_at_any_size(tmp_path: Path, family: str)
     config = settled(compile=False, batch_size=4, block_size=640)
     template = make_template(spec, config, cuda=True, cover_more=True)
     assert template.gap is not None
-    assert len(template.points) == 6
+    assert len(template.tokens) == 3
     other = msgspec.structs.replace(config, batch_size=7, block_size=512)
     assert template.covers(7, 512)
     ours, theirs = map(canonical, both(template, spec, other))
     assert ours == theirs
 
 
-@pytest.mark.parametrize(("batch", "tokens", "points"), [(1, 256, 3), (3, 100, 2), (1, 33, 1)])
+@pytest.mark.parametrize(("batch", "tokens", "lengths"), [(1, 256, 3), (3, 100, 1), (1, 33, 1)])
 def test_one_sequence_and_ragged_lengths_have_templates_of_their_own(
-    tmp_path: Path, batch: int, tokens: int, points: int
+    tmp_path: Path, batch: int, tokens: int, lengths: int
 ) -> None:
     spec = config_file(tmp_path, "llama", 5)
     config = settled(compile=False, batch_size=batch, block_size=tokens)
     template = make_template(spec, config, cuda=True, cover_more=True)
-    assert len(template.points) == points
+    assert len(template.tokens) == lengths
     assert template.covers(batch, tokens)
     assert not template.covers(5 - batch, tokens + 1)
     ours, theirs = map(canonical, both(template, spec, config))
@@ -90,7 +90,7 @@ def test_one_sequence_and_ragged_lengths_have_templates_of_their_own(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layers"), [("llama", 12)])
+@pytest.mark.parametrize(("family", "layers"), [("llama", 14), ("gpt_neox", 14)])
 def test_a_compiled_template_is_the_compiled_trace(tmp_path: Path, family: str, layers: int) -> None:
     spec = config_file(tmp_path, family, layers)
     config = settled(compile=True, batch_size=4, block_size=256)

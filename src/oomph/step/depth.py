@@ -8,14 +8,18 @@ place of a buffer among those that its block made.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 
 from oomph.step.ops import Buffer, Op, Phase
 
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+
 
 def block_of(name: str) -> int | None:
     """The transformer block that a name speaks of: its first number."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+    found = _NUMBER.search(name)
+    return int(found[0]) if found else None
 
 
 def renamed(name: str, block: int, other: int) -> str:
@@ -104,6 +108,7 @@ def deepened(
 class _Copying:
     def __init__(self, sections: Sequence[Sequence[Op]], gap: Gap) -> None:
         self.gap = gap
+        self.names: dict[str, re.Match[str] | None] = {}  # where the number of a block stands in each
         groups: dict[int, list[Buffer]] = {-1: [], 0: [], 1: []}
         self.places: dict[Buffer, tuple[int, int]] = {}
         for ops in sections:
@@ -126,14 +131,17 @@ class _Copying:
 
     def renamed(self, name: str, copy: int) -> str:
         """A name that the pattern speaks of as it is in one of its copies."""
-        block = block_of(name)
-        offset = self.gap.group_of(block)
-        if block is None or offset is None or copy + offset < 0:
+        if name not in self.names:
+            self.names[name] = _NUMBER.search(name)
+        found = self.names[name]
+        gap = self.gap
+        offset = gap.group_of(int(found[0])) if found else None
+        if found is None or offset is None or copy + offset < 0:
             return name
-        gap, at = self.gap, copy + offset
+        at = copy + offset
         first = gap.template + at * gap.period if at <= gap.copies else gap.after
         own = (gap.before, gap.template, gap.after)[offset + 1]
-        return renamed(name, block, first + block - own)
+        return f"{name[: found.start()]}{first + int(found[0]) - own}{name[found.end() :]}"
 
     def of(self, buffer: Buffer, copy: int) -> Buffer:
         """What a copy has in place of a buffer that the pattern speaks of."""

@@ -65,7 +65,8 @@ class Op(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     A buffer in both `allocates` and `frees` is a temporary that lives only while the operation runs.
     Operations in a row with the same `times` above one are a group that runs so often, ending each time with what it
-    began with: time and FLOPs count every run, memory folds take it once, as they do a section.
+    began with: time and FLOPs count every run, memory folds take it once, as they do a section. Where each run keeps
+    something, as a loop over tokens does, one buffer stands for all that they keep.
     """
 
     name: str  # "h.3.mlp.c_fc"

@@ -13,8 +13,9 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Step
+from oomph.step.trace.collector import uncollected
 from oomph.step.trace.flops import uncounted
-from oomph.step.trace.template import Facts, Template, points, steps
+from oomph.step.trace.template import SHORT, Facts, Template, points, steps
 
 KEPT = 64  # templates on disk: the oldest goes
 _KEYS = ("dtype", "autocast", "attention", "compile", "torch_version")  # what of a config changes the lists
@@ -38,16 +39,23 @@ def traced(spec: str, config: TrainConfig, cuda: bool, workspace_bytes: Sequence
     name = key(spec, config, cuda)
     template = load(name)
     if template is None or not template.covers(config.batch_size, config.block_size):
-        from oomph.step.trace.user_model import make_template
-
-        template = make_template(spec, config, cuda, cover_more=name is not None)
+        template = _made(spec, config, cuda, cover_more=name is not None)
         save(name, template)
     lists = template.lists(config.batch_size, config.block_size)
     ops = [op for found in lists.sections.values() for op in found]
     unseen = 0 if cuda else max((op.bytes_moved for op in ops if ".convolution" in f".{op.name}"), default=0)
-    source = ("compiled trace" if config.compile else "traced") + (", blocks repeated" if template.gap else "")
+    source = "compiled trace" if config.compile else "traced"
+    repeated = [what for what, is_so in (("blocks", template.gap), ("tokens", template.tokens == SHORT)) if is_so]
+    source += f", {' and '.join(repeated)} repeated" if repeated else ""
     found = steps(template.facts, lists, config, cuda, workspace_bytes)
     return Traced(template.facts, found, source, tuple(uncounted(ops)), unseen)
+
+
+def _made(spec: str, config: TrainConfig, cuda: bool, cover_more: bool) -> Template:
+    with uncollected():
+        from oomph.step.trace.user_model import make_template
+
+        return make_template(spec, config, cuda, cover_more)
 
 
 def key(spec: str, config: TrainConfig, cuda: bool) -> str | None:

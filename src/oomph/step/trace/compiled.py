@@ -23,7 +23,8 @@ from oomph.errors import InputError, Problem
 from oomph.step.compile.model import DONATED_FROM, ONE_HOT_BEFORE
 from oomph.step.ops import Buffer, Kind, Phase, Step
 from oomph.step.trace.capture import capture
-from oomph.step.trace.fakes import DTYPES, Model, convert, facts, on_fakes, uncollected
+from oomph.step.trace.collector import uncollected
+from oomph.step.trace.fakes import DTYPES, Model, convert, facts, on_fakes
 from oomph.step.trace.inductor import plan, register_patterns, report_strides
 from oomph.step.trace.loss import find_loss
 from oomph.step.trace.optimizer import check_traced

@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from oomph.step.depth import UnlikeBlocksError
 from oomph.step.ops import Buffer, Kind, Phase, Section, Step
-from oomph.step.trace.fakes import DTYPES, Model, convert, drawing_ones, grouping_floats, on_fakes, uncollected
+from oomph.step.trace.collector import uncollected
+from oomph.step.trace.fakes import DTYPES, Model, convert, drawing_ones, grouping_floats, on_fakes
 from oomph.step.trace.hugging_face import deciding_as_eager
 from oomph.step.trace.kernels import random_states, rules
 from oomph.step.trace.loss import find_loss
 from oomph.step.trace.optimizer import Updater
-from oomph.step.trace.record import Live, Recorder
+from oomph.step.trace.record import MOST_CALLS, Live, Recorder
 from oomph.step.trace.template import Lists
 
 LossOf = Callable[[Any, tuple[torch.Tensor, ...]], torch.Tensor]
@@ -71,14 +72,22 @@ def trace(
 
 
 def lists(
-    model: nn.Module, inputs: Sequence[torch.Tensor], *, dtype: str, autocast: bool, cuda: bool, attention: str
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    dtype: str,
+    autocast: bool,
+    cuda: bool,
+    attention: str,
+    most_alone: int = MOST_CALLS,
 ) -> Lists:
     """A batch of an evaluation, and the first micro-step of a step that is not the run's first.
 
-    Both are on fake tensors, in whose mode this is called. The loop around them is the same for all models.
+    Both are on fake tensors, in whose mode this is called. The loop around them is the same for all models. Raises
+    `LoopError` where a module makes more calls than `most_alone`, with no other's between them.
     """
     half = DTYPES[dtype] if autocast and dtype != "float32" else None
-    with recording(model, cuda=cuda, attention=attention) as recorder:
+    with recording(model, cuda=cuda, attention=attention, most_alone=most_alone) as recorder:
         batch = tuple(torch.zeros_like(tensor) for tensor in inputs)
         program = _Program(model, batch, (), recorder, _loss_of, True, 1, half)
         if half is torch.float16:
@@ -106,9 +115,11 @@ def _gradient(recorder: Recorder, parameter: nn.Parameter) -> Live | None:
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module, *, cuda: bool = True, attention: str = "flash") -> Iterator[Recorder]:
+def recording(
+    model: nn.Module, *, cuda: bool = True, attention: str = "flash", most_alone: int = MOST_CALLS
+) -> Iterator[Recorder]:
     """A recorder of what `model` does while it is active, under CUDA's rules or the CPU's."""
-    recorder = Recorder(cuda, attention)
+    recorder = Recorder(cuda, attention, most_alone)
     kernel = sdpa_kernel(SDPBackend.MATH) if attention == "math" else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         for each in (uncollected(), rules(recorder), random_states(recorder), kernel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -20,22 +19,6 @@ from oomph.step.trace.template import Facts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Model = nn.Module | Callable[[], nn.Module]
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Without Python's cycle collector, which would go over a tracer's many live objects again and again.
-
-    It also makes frees certain: what goes, goes when its last name does.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:

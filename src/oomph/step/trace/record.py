@@ -30,8 +30,13 @@ _LAYER_NORM = aten.native_layer_norm.default
 _INTO_ZEROS = (aten.index_put.default, aten.scatter.src)
 _HALVES = (torch.bfloat16, torch.float16)
 _DEVICE = torch.ops.prim.device.default
+MOST_CALLS_ALONE = 512  # of one module, with no other's between them, before it is taken for a loop over tokens
 MOST_CALLS = 100_000  # a hundred blocks have fewer; a recurrence over tokens, as Mamba's without its kernels, has more
 _SHORT = "a smaller block_size, or one operator in place of the loop"
+
+
+class LoopError(Exception):
+    """A module calls so many operators by itself that it seems to have a loop over its tokens."""
 
 
 class Live:
@@ -63,10 +68,12 @@ class Noted:
 class Recorder(TorchDispatchMode):
     """Writes down allocations and frees while it is active."""
 
-    def __init__(self, cuda: bool, attention: str) -> None:
+    def __init__(self, cuda: bool, attention: str, most_alone: int = MOST_CALLS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cuda = cuda
         self.attention = attention  # which of CUDA's kernels is asked for
+        self.most_alone = most_alone  # calls of one module, with no other's between them
+        self.alone_from = 0  # the first of those
         self.phase = Phase.FORWARD
         self.modules: list[str] = []  # the stack of modules whose forward runs
         self.backward_modules: list[tuple[int, str]] = []  # autograd's sequence numbers and the module they belong to
@@ -87,11 +94,13 @@ class Recorder(TorchDispatchMode):
     def enter(self, module: str) -> None:
         """A module's forward begins: what autograd notes from here on is its."""
         self.modules.append(module)
+        self.alone_from = len(self.noted)
         self.backward_modules.append((torch._C._autograd._get_sequence_nr(), module))
 
     def leave(self) -> None:
         """It ends: what follows is its parent's."""
         self.modules.pop()
+        self.alone_from = len(self.noted)
         self.backward_modules.append((torch._C._autograd._get_sequence_nr(), self.modules[-1] if self.modules else ""))
 
     @contextlib.contextmanager
@@ -181,6 +190,8 @@ class Recorder(TorchDispatchMode):
         temporary = [Live(name, size, 0, kind, block_of(name)) for size in sizes]
         noted = Noted(name, self.phase, cost(func, args, result, self.phase), allocated + temporary)
         self.noted.append(noted)
+        if self.modules and len(self.noted) - self.alone_from > self.most_alone:
+            raise LoopError
         if len(self.noted) > MOST_CALLS:
             found = f"more than {MOST_CALLS:,} operator calls in a micro-step"
             raise InputError(
@@ -259,15 +270,16 @@ class Recorder(TorchDispatchMode):
 
     def _adjust(self, func: Any, args: Any, allocated: list[Live]) -> None:
         """Results whose size on fake CPU tensors is not the one that the kernel allocates."""
-        if not self.cuda:
-            if kept_bytes := workspace_bytes(func, args):
-                allocated[-1].size_bytes = kept_bytes
-        elif func is _EFFICIENT:
+        if func is _LAYER_NORM and args[0].dtype in _HALVES:
+            weight = args[2]
+            if self.cuda or (weight is not None and weight.dtype is torch.float32):
+                for made in allocated[1:]:
+                    made.size_bytes = 4 * made.numel  # CUDA keeps a row's mean and deviation in float32, a CPU at times
+        elif self.cuda and func is _EFFICIENT:
             for made in allocated[2:]:
                 made.size_bytes = 0  # its random state is the host's
-        elif func is _LAYER_NORM and args[0].dtype in _HALVES:
-            for made in allocated[1:]:
-                made.size_bytes = 4 * made.numel  # CUDA keeps a row's mean and deviation in float32
+        elif not self.cuda and (kept_bytes := workspace_bytes(func, args)):
+            allocated[-1].size_bytes = kept_bytes
 
     # --- the result -----------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """A traced model as a template: its op lists without sizes, the sizes at a few batches, and one block for many.
 
 Every size in a step is a polynomial in the batch size B and the tokens T: linear in B, quadratic in T. So the lists are
-traced at B = 11 and 13 and T = 128, 256 and 384 and interpolated exactly, with whole numbers. Blocks that repeat are
+traced at T = 128, 256 and 384 and interpolated exactly, with whole numbers, and at one B so large that it parts each
+number by itself: the quotient is what a sequence adds, the remainder what there is without any. Blocks that repeat are
 traced as a few and repeated by `depth`. What this does not hold for has a template of its own: B = 1, where PyTorch
 takes other paths, and T that is no multiple of 128, to which kernels round. A template needs no torch.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import lcm
+from math import gcd, lcm, prod
 from operator import mul
 from typing import Any
 
@@ -26,7 +27,9 @@ from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import Parameter
 
 TILE = 128  # tokens: the coarsest that a kernel rounds to
-BATCHES, TILES = (11, 13), (1, 2, 3)  # where the sizes are traced: whose products are seldom a model's width
+LENGTHS = (TILE, 2 * TILE, 3 * TILE)  # tokens at which the sizes are traced
+SHORT = (16, 17, 18)  # where the model has a loop over them
+MANY = 1 << 34  # sequences: more than the bytes of a weight, and with the bytes of a sequence still an int64
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +56,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     """Op lists without their sizes. Buffers are numbered."""
 
     buffers: tuple[tuple[str, Kind, int | None], ...]
-    sections: dict[str, tuple[tuple[Any, ...], ...]]  # name, phase, allocates, frees, kernel, dtype, dims, times, block
+    sections: dict[str, tuple[tuple[Any, ...], ...]]  # name, phase, allocates, frees, kernel, dtype, dims, block
     roles: dict[str, tuple[int, ...]]
     grads: dict[str, int]
 
@@ -66,7 +69,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
 
 def taken_apart(lists: Lists) -> tuple[Form, list[int]]:
-    """The form of the lists, and their numbers: bytes of the buffers, then FLOPs, bytes moved and shape of each op."""
+    """The form of the lists, and their numbers: bytes of buffers; FLOPs, bytes moved, times and shape of operations."""
     numbered: dict[Buffer, int] = {}
     for buffer in (*(b for held in lists.roles.values() for b in held), *lists.grads.values()):
         numbered.setdefault(buffer, len(numbered))
@@ -77,8 +80,8 @@ def taken_apart(lists: Lists) -> tuple[Form, list[int]]:
         for op in ops:
             made = tuple([numbered.setdefault(buffer, len(numbered)) for buffer in op.allocates])
             gone = tuple(sorted([numbered.setdefault(buffer, len(numbered)) for buffer in op.frees]))
-            forms.append((op.name, op.phase, made, gone, op.kernel, op.dtype, len(op.shape), op.times, op.block))
-            numbers += (op.flops, op.bytes_moved, *op.shape)
+            forms.append((op.name, op.phase, made, gone, op.kernel, op.dtype, len(op.shape), op.block))
+            numbers += (op.flops, op.bytes_moved, op.times, *op.shape)
         sections[name] = tuple(forms)
     buffers = tuple([(b.name, b.kind, b.block) for b in numbered])
     roles = {role: tuple([numbered[b] for b in held]) for role, held in lists.roles.items()}
@@ -93,8 +96,8 @@ def put_together(form: Form, numbers: Sequence[int]) -> Lists:
     sections: dict[str, tuple[Op, ...]] = {}
     for section, forms in form.sections.items():
         ops = []
-        for name, phase, made, gone, kernel, dtype, dims, times, block in forms:
-            flops, moved = next(rest), next(rest)
+        for name, phase, made, gone, kernel, dtype, dims, block in forms:
+            flops, moved, times = next(rest), next(rest), next(rest)
             shape = tuple([next(rest) for _ in range(dims)])
             allocates, frees = tuple([buffers[i] for i in made]), tuple([buffers[i] for i in gone])
             work = (Kernel(kernel), shape, dtype, flops, moved, times, block)
@@ -183,7 +186,9 @@ def _counted(ops: Sequence[Op], gap: Gap) -> tuple[Op, ...]:
     """An evaluation that counts a block's work as often as it has such blocks: it keeps nothing of them."""
     times = gap.copies + 1
     inside = [gap.group_of(block_of(op.name)) == 0 for op in ops]
-    return tuple(msgspec.structs.replace(op, times=times) if own else op for op, own in zip(ops, inside, strict=True))
+    return tuple(
+        msgspec.structs.replace(op, times=times * op.times) if own else op for op, own in zip(ops, inside, strict=True)
+    )
 
 
 def check_lives(lists: Lists, facts: Facts) -> None:
@@ -210,29 +215,28 @@ class Template(msgspec.Struct, frozen=True, array_like=True):
 
     facts: Facts
     form: Form
-    points: tuple[tuple[int, int], ...]  # batch size and tokens; one where it covers these alone
-    numbers: tuple[tuple[int, ...], ...]  # by point
+    batch: int | None  # the batch size that it covers; None for any of two or more
+    tokens: tuple[int, ...]  # lengths at which it was traced; one where it covers that alone
+    fixed: tuple[tuple[int, ...], ...]  # the form's numbers by length: what they are without a sequence,
+    each: tuple[tuple[int, ...], ...]  # and what one more adds
     gap: tuple[int, int, int, int] | None  # before, template, after, period
     most_tokens: int  # to which the interpolation was held against a trace
 
     def covers(self, batch: int, tokens: int) -> bool:
         """Whether the template holds for such a batch."""
-        if len(self.points) == 1:
-            return (batch, tokens) == self.points[0]
-        (first, _), *others = self.points
-        many = first > 1 and any(other != first for other, _ in others)
-        rounded = len({t for _, t in self.points}) > 1
-        same_batch = batch >= 2 if many else batch == first
-        return same_batch and (
-            tokens % TILE == 0 and tokens <= self.most_tokens if rounded else tokens == self.points[0][1]
-        )
+        if batch < 2 if self.batch is None else batch != self.batch:
+            return False
+        if len(self.tokens) == 1:
+            return tokens == self.tokens[0]
+        return tokens % gcd(*self.tokens) == 0 and tokens <= self.most_tokens
 
     def numbers_at(self, batch: int, tokens: int) -> list[int]:
         """The form's numbers at that batch."""
-        weights = [_weight(self.points, point, batch, tokens) for point in self.points]
+        weights = [_weight(self.tokens, own, tokens) for own in self.tokens]
         whole = lcm(*(weight.denominator for weight in weights))
         times = [int(weight * whole) for weight in weights]
-        return [sum(map(mul, times, column)) // whole for column in zip(*self.numbers, strict=True)]
+        times += [batch * each for each in times]
+        return [sum(map(mul, times, column)) // whole for column in zip(*self.fixed, *self.each, strict=True)]
 
     def lists(self, batch: int, tokens: int) -> Lists:
         """The lists at that batch, with all blocks."""
@@ -244,18 +248,20 @@ def points(batch: int, tokens: int, cuda: bool, compiled: bool) -> tuple[tuple[i
     """Where to trace a template that covers such a batch. A CPU's kernels and inductor's have other ranges of size."""
     if compiled:
         return ((batch, tokens),)
-    batches = BATCHES if batch > 1 else (1,)
-    lengths = tuple(TILE * n for n in TILES) if cuda and tokens % TILE == 0 else (tokens,)
-    return tuple((b, t) for t in lengths for b in batches)
+    lengths = LENGTHS if cuda and tokens % TILE == 0 else (tokens,)
+    return tuple((MANY if batch > 1 else 1, length) for length in lengths)
 
 
-def _weight(points: Sequence[tuple[int, int]], own: tuple[int, int], batch: int, tokens: int) -> Fraction:
+def parted(batch: int, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A form's numbers at a batch size: without a sequence, and what one adds, where the batch is so large to tell."""
+    if batch != MANY:
+        return tuple(numbers), (0,) * len(numbers)
+    return tuple([number % MANY for number in numbers]), tuple([number // MANY for number in numbers])
+
+
+def _weight(lengths: Sequence[int], own: int, tokens: int) -> Fraction:
     """Lagrange's."""
-    weight = Fraction(1)
-    for position, asked in ((0, batch), (1, tokens)):
-        for other in {point[position] for point in points} - {own[position]}:
-            weight *= Fraction(asked - other, own[position] - other)
-    return weight
+    return prod((Fraction(tokens - other, own - other) for other in lengths if other != own), start=Fraction(1))
 
 
 def steps(

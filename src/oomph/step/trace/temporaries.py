@@ -82,8 +82,7 @@ def _cpu_bytes(func: Any, args: Any) -> tuple[int, ...]:
     if func is _CPU_FLASH_BACKWARD:
         return kernels.cpu_flash_backward_bytes(threads, args[1].shape[2], args[1].dtype in _HALVES)
     if func is _LAYER_NORM_BACKWARD:
-        weight_bytes = (args[1] if args[5] is None else args[5]).element_size()
-        return (kernels.cpu_layer_norm_backward_bytes(threads, args[1].shape[-1], weight_bytes),)
+        return (kernels.cpu_layer_norm_backward_bytes(threads, args[1].shape[-1], args[1].element_size()),)
     if func is _LSTM:
         return kernels.cpu_lstm_bytes(*_lstm_shape(args))
     if func is _LSTM_BACKWARD:

@@ -26,9 +26,24 @@ from oomph.step.depth import Gap, UnlikeBlocksError
 from oomph.step.trace import eager
 from oomph.step.trace.failure import failure, unplannable
 from oomph.step.trace.fakes import DTYPES, building, convert, facts
+from oomph.step.trace.loops import rolled
 from oomph.step.trace.optimizer import check_traced
-from oomph.step.trace.template import Facts, Lists, Template, check_lives, marked, points, taken_apart
+from oomph.step.trace.record import MOST_CALLS, MOST_CALLS_ALONE, LoopError
+from oomph.step.trace.template import (
+    MANY,
+    SHORT,
+    Facts,
+    Lists,
+    Template,
+    check_lives,
+    marked,
+    parted,
+    points,
+    taken_apart,
+)
 
+MOST_CALLS_COMPILED = 4096  # of one module alone: inductor takes milliseconds for each
+ENDLESS = 1 << 40  # tokens: where a loop is repeated there is no longer trace to hold it against
 _PERIODS = (1, 2, 3, 4, 6, 8)  # of blocks of several kinds in turn
 FAILURES = (Exception, SystemExit)  # a model that leaves must not take the plan, and its exit code, along
 
@@ -57,13 +72,14 @@ class _Stack:
     def cuts(self, compiled: bool) -> list[Cut]:
         """Which blocks may be left out, the cheapest to trace first.
 
-        Compiled, a few blocks at both ends are unlike the others, and memory may be reused in turns of two.
+        Compiled, up to four blocks at the front and two at the back are unlike the others, and memory may be reused in
+        turns of two.
         """
         starts = ((period, start) for period in _PERIODS for start in range(3) if self._repeats(period, start))
         period, start = next(starts, (0, 0))
         if not period:
             return []
-        sides = ((start + 3, 1, (1, 2)),) if compiled else ((start, 0, (1,)), (start + 1, 1, (1,)))
+        sides = ((start + 4, 2, (1, 2)),) if compiled else ((start, 0, (1,)), (start + 1, 1, (1,)))
         return [cut for head, tail, turns in sides if (cut := self._cut(head, tail, [period * n for n in turns]))]
 
     def _cut(self, head: int, tail: int, periods: Sequence[int]) -> Cut | None:
@@ -118,13 +134,13 @@ def make_template(spec: str, config: TrainConfig, cuda: bool, cover_more: bool) 
         found = _Tracing(spec, config, cuda)
         asked = (config.batch_size, config.block_size)
         wanted = points(*asked, cuda, bool(config.compile)) if cover_more and not found.own else (asked,)
-        lengths = list(dict.fromkeys((wanted, tuple(p for p in wanted if p[1] == asked[1]), (asked,))))
-        for cut in [*found.cuts, None]:
-            for where in lengths if cut is not None or not found.cuts else lengths[-1:]:
-                with contextlib.suppress(UnlikeBlocksError):
-                    if where:
-                        return found.template(cut, where)
-    raise AssertionError("a model that is traced whole, at the size asked for, has blocks like its own")
+        try:
+            found.look_for_loops()
+            return found.first_alike((wanted, tuple(p for p in wanted if p[1] == asked[1]), (asked,)))
+        except LoopError:
+            found.rolls = True
+            short = () if found.own else tuple((wanted[0][0], length) for length in SHORT)
+            return found.first_alike((short, (asked,)))
 
 
 class _Tracing:
@@ -143,6 +159,31 @@ class _Tracing:
         self.facts = facts(model, own_inputs=shapes, recurrent=tuple(dict.fromkeys(layers)))
         self.cuts = _Stack(model).cuts(bool(config.compile))
         self.unused: nn.Module | None = model
+        self.rolls = False  # whether it has a loop over its tokens, of which a few are traced
+
+    def look_for_loops(self) -> None:
+        """Refuse to compile a model whose loop is so long that torch.compile would not end either: it unrolls it."""
+        if self.config.compile:
+            try:
+                with self.mode:
+                    eager.lists(self.built(), self.inputs, **self._options(), most_alone=MOST_CALLS_COMPILED)
+            except LoopError:
+                what, instead = (
+                    "has a loop over its tokens, which torch.compile writes out one by one",
+                    "compile = False",
+                )
+                raise InputError(Problem(self.spec, what, allowed=instead)) from None
+            except FAILURES:
+                return  # what else is wrong with it is told when it is traced
+
+    def first_alike(self, lengths: Sequence[tuple[tuple[int, int], ...]]) -> Template:
+        """The template that covers most: with blocks left out if it can be, at the first of these batches that do."""
+        tried = [where for where in dict.fromkeys(lengths) if where]
+        for cut in [*self.cuts, None]:
+            for where in tried if cut is not None or not self.cuts or self.rolls else tried[-1:]:
+                with contextlib.suppress(UnlikeBlocksError):
+                    return self.template(cut, where)
+        raise AssertionError("a model that is traced whole, at the size asked for, has blocks like its own")
 
     def built(self) -> nn.Module:
         """The whole model, on fake tensors."""
@@ -160,9 +201,12 @@ class _Tracing:
         returned: list[bool] = []
         handle = model.register_forward_hook(lambda _module, _inputs, result: returned.append(_is_no_loss(result)))
         asked = (self.config.batch_size, self.config.block_size)
-        every = [*where, *([] if asked in where else [asked])]
+        short = self.rolls and tuple(where) != (asked,)
+        compared = (self.config.batch_size, SHORT[-1] + 2) if short else asked
+        every = [*where, *([] if compared in where else [compared])]
         try:
-            found = [self._lists(model, point, whole=cut is None) for point in every]
+            found = [self._lists(model, point, final=cut is None and point == asked) for point in every]
+            found = [rolled(each, tokens) for each, (_, tokens) in zip(found, every, strict=True)] if short else found
         finally:
             handle.remove()
         known = msgspec.structs.replace(self.facts, makes_no_loss=any(returned))
@@ -171,27 +215,31 @@ class _Tracing:
                 return _template(known, every, len(where), found, gap)
         raise UnlikeBlocksError
 
-    def _lists(self, model: nn.Module, point: tuple[int, int], whole: bool) -> Lists:
-        ids = torch.zeros(point, dtype=torch.int64)
+    def _lists(self, model: nn.Module, point: tuple[int, int], final: bool) -> Lists:
+        with self.mode:
+            ids = torch.zeros(point, dtype=torch.int64)
         inputs = self.inputs if self.own else (ids,) * len(self.inputs)
-        config = self.config
-        options: dict[str, Any] = {
-            "dtype": config.dtype, "autocast": config.autocast, "cuda": self.cuda, "attention": config.attention,
-        }  # fmt: skip
+        config, options = self.config, self._options()
         try:
             if config.compile:
                 from oomph.step.trace import compiled
 
                 return compiled.lists(model, inputs, self.mode, torch_version=config.torch_version, **options)
             with self.mode:
-                return eager.lists(model, inputs, **options)
-        except (InputError, UnlikeBlocksError):
+                return eager.lists(model, inputs, **options, most_alone=MOST_CALLS if self.rolls else MOST_CALLS_ALONE)
+        except (InputError, UnlikeBlocksError, LoopError):
             raise
         except FAILURES as error:
-            if not whole:
-                raise UnlikeBlocksError from error  # it may want all of its blocks
+            if not final:
+                raise UnlikeBlocksError from error  # it may want all of its blocks, or a batch of another size
             how = "as torch.compile would" if config.compile else "eagerly"
             raise InputError(failure(self.spec, f"the model cannot be traced {how}", error)) from error
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "dtype": config.dtype, "autocast": config.autocast, "cuda": self.cuda, "attention": config.attention,
+        }  # fmt: skip
 
 
 def _template(
@@ -200,10 +248,12 @@ def _template(
     """The template of lists traced at those batches, of which those after the first `traced` are only compared."""
     parts = [taken_apart(lists if gap is None else marked(lists, gap)) for lists in found]
     sides = None if gap is None else (gap.before, gap.template, gap.after, gap.period)
-    numbers = tuple(tuple(each) for _, each in parts[:traced])
-    made = Template(facts, parts[0][0], tuple(where[:traced]), numbers, sides, max(tokens for _, tokens in where))
-    for point, (form, each) in zip(where, parts, strict=True):
-        if not form.alike(made.form) or each != made.numbers_at(*point):
+    batch, lengths = where[0][0], tuple([tokens for _, tokens in where[:traced]])
+    fixed, each = zip(*(parted(batch, numbers) for _, numbers in parts[:traced]), strict=True)
+    longest = ENDLESS if lengths == SHORT else max(tokens for _, tokens in where)
+    made = Template(facts, parts[0][0], None if batch == MANY else batch, lengths, fixed, each, sides, longest)
+    for point, (form, numbers) in zip(where, parts, strict=True):
+        if not form.alike(made.form) or numbers != made.numbers_at(*point):
             raise UnlikeBlocksError
     if gap is not None:
         check_lives(made.lists(*where[-1]), facts)
