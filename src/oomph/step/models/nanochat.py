@@ -31,7 +31,7 @@ from oomph.step.tensor.functions import (
     transpose,
     unsqueeze,
 )
-from oomph.step.tensor.layout import Shape, contiguous_strides
+from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import cross_entropy, enter_loss
 from oomph.step.tensor.rms_norm import rms_norm
 from oomph.step.tensor.select import select
@@ -114,7 +114,7 @@ def model(m: Module, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
     """GPT.forward with targets: the loss alone."""
     c, tape, tokens = m.config, m.tape, idx.shape[1]
     dtype, t = c.dtype or "float32", m / "transformer"  # COMPUTE_DTYPE
-    cos, sin = _rotary(tape, c, dtype, tokens), _rotary(tape, c, dtype, tokens)
+    cos, sin = (_rotary(tape, c, name, dtype, tokens) for name in ("cos", "sin"))
     x = embedding(t / "wte", idx)
     x = to(x, dtype)
     x = rms_norm(x)
@@ -125,7 +125,7 @@ def model(m: Module, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
     for index in tape.layers:
         tape.block = index
         resid, first = (tape.parameter(name) for name in ("resid_lambdas", "x0_lambdas"))
-        x = add(mul(select(resid), x), mul(select(first), x0))
+        x = add(mul(select(resid, index), x), mul(select(first, index), x0))
         ve = to(embedding(m / "value_embeds" / index, idx), dtype) if has_value_embedding(c, index) else None
         x = _run(t / "h" / index, x, ve, cos, sin, seen[index])
         if index == c.n_layer // 2:
@@ -150,10 +150,10 @@ def smear_gate(m: Module, x: Tensor) -> Tensor:
     return mul(weight, squashed(linear(m / "smear_gate", seen), "sigmoid"))
 
 
-def _rotary(tape: Tape, c: Any, dtype: str, tokens: int) -> Tensor:
+def _rotary(tape: Tape, c: Any, name: str, dtype: str, tokens: int) -> Tensor:
     """The first rows of a table that is there before the program begins."""
-    half = c.n_embd // c.n_head // 2
-    return Tensor(tape, None, (1, tokens, 1, half), contiguous_strides((1, tokens, 1, half)), dtype)
+    table = tape.buffer(name, (1, ROTARY_TIMES * c.block_size, 1, c.n_embd // c.n_head // 2), dtype)
+    return part(table, 0, tokens, 1)
 
 
 def _run(m: Module, x: Tensor, ve: Tensor | None, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from oomph.step import kernels
 from oomph.step.compile.decompose.nodes import as_dtype, as_float32, attach, constant, pointwise, recorder_of, reduction
@@ -11,11 +12,24 @@ from oomph.step.ops import Kind
 from oomph.step.tensor import functions as F
 from oomph.step.tensor.attention import _Sizes, _token_major, _unit
 from oomph.step.tensor.autograd import Gradients, Node
+from oomph.step.tensor.flash3 import scores_of
 from oomph.step.tensor.layout import (
     Shape,
     dense_strides_like,
 )
 from oomph.step.tensor.tensor import Tensor
+
+Result = tuple[Shape, str, Shape | None]  # shape, dtype and, where it is not contiguous, strides
+
+
+def _called(op: str, reads: Sequence[Tensor], results: Sequence[Result], **facts: Any) -> list[Tensor]:
+    """What a kernel returns that the graph does not look into; `facts` are those of its operation."""
+    recorder = recorder_of(reads[0])
+    call = recorder.record(op, How.CALL, reads, (), reads[0].dtype, kind=Kind.ATTENTION, facts=facts)
+    return [
+        recorder.record("item", How.ITEM, (call,), shape, dtype, strides, key=index, kind=Kind.ATTENTION)
+        for index, (shape, dtype, strides) in enumerate(results)
+    ]
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tensor | None = None) -> Tensor:
@@ -24,16 +38,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
     recorder, s = recorder_of(q), _Sizes(q)
     cuda, flash = recorder.cuda, kernel == "flash"
     masks = (F.expand(mask, *q.shape[:3], k.shape[2]),) if mask is not None else ()
-
-    def called(op: str, reads: Sequence[Tensor], flops: int, spent: Sequence[int]) -> Tensor:
-        facts = {"shape": s.shape, "flops": flops, "dtype": _unit(recorder, s), "spent": spent}
-        return recorder.record(op, How.CALL, reads, (), q.dtype, kind=Kind.ATTENTION, facts=facts)
-
-    def items(call: Tensor, shapes: Sequence[tuple[Shape, str, Shape | None]]) -> list[Tensor]:
-        return [
-            recorder.record("item", How.ITEM, (call,), shape, dtype, strides, key=index, kind=Kind.ATTENTION)
-            for index, (shape, dtype, strides) in enumerate(shapes)
-        ]
+    facts: dict[str, Any] = {"shape": s.shape, "dtype": _unit(recorder, s)}
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
@@ -45,20 +50,40 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
             spent = kernels.flash_backward_bytes(*shape, k.shape[1])
         else:
             spent = kernels.efficient_backward_bytes(*shape, s.half, v.shape[3])
-        call = called("attention_backward", (grad, q, k, v, *masks, *outs), 5 * s.flops // 2, spent)
         by_query = cuda and flash
         like = [dense_strides_like(t.shape, t.strides) if by_query else _token_major(t.shape) for t in (q, k, v)]
-        return items(call, [(t.shape, t.dtype, strides) for t, strides in zip((q, k, v), like, strict=True)])
+        results = [(t.shape, t.dtype, strides) for t, strides in zip((q, k, v), like, strict=True)]
+        reads = (grad, q, k, v, *masks, *outs)
+        return _called("attention_backward", reads, results, flops=5 * s.flops // 2, spent=spent, **facts)
 
     node = recorder.node(backward, q, k, v)
     spent = () if cuda else (kernels.cpu_flash_bytes(recorder.threads, s.tokens, s.head_size, s.half),)
-    call = called("attention", (q, k, v, *masks), s.flops, spent)
     rows = s.tokens if flash or not cuda else kernels.efficient_rows(s.tokens)
     strides = _token_major(q.shape) if cuda and not flash else dense_strides_like(q.shape, q.strides)
     state: list[Shape] = [] if not cuda else [(2,), ()] if flash else [(), ()]
-    sums = (s.batch, s.heads, rows)
-    outs = items(call, [(q.shape, q.dtype, strides), (sums, "float32", None), *((a, "int64", None) for a in state)])
+    sums: Result = ((s.batch, s.heads, rows), "float32", None)
+    results: list[Result] = [(q.shape, q.dtype, strides), sums, *((each, "int64", None) for each in state)]
+    outs = _called("attention", (q, k, v, *masks), results, flops=s.flops, spent=spent, **facts)
     return attach(node, outs[0].detach())
+
+
+def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """FlashAttention 3: its output and a logsumexp."""
+    batch, tokens, heads, size = q.shape
+    flops = 4 * batch * heads * size * scores_of(tokens, window)
+    facts: dict[str, Any] = {"shape": (batch, heads, tokens, size), "dtype": q.dtype}
+
+    def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        assert grads[0] is not None
+        spent = kernels.flash3_backward_bytes(batch, heads, tokens, size, k.shape[2])
+        results = [(each.shape, each.dtype, None) for each in (q, k, v)]
+        reads = (grads[0], q, k, v, out, sums)
+        return _called("attention_backward", reads, results, flops=5 * flops // 2, spent=spent, **facts)
+
+    node = q.tape.node(backward, q, k, v)
+    found: list[Result] = [(q.shape, q.dtype, None), ((batch, heads, tokens), "float32", None)]
+    out, sums = _called("attention", (q, k, v), found, flops=flops, **facts)
+    return attach(node, out.detach())
 
 
 def _softmax_slope(grad: Tensor, out: Tensor) -> Tensor:

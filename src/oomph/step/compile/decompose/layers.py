@@ -61,7 +61,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: Kind | 
     outputs, inputs = weight.shape
     turned = _turned(weight)
     rows = x.numel // inputs
-    flat = x.seen((rows, inputs), contiguous_strides((rows, inputs)))
+    flat = F._reshaped(x, (rows, inputs))
     out = _multiplied(flat, turned, *((bias,) if bias is not None else ()), kind=kind)
     wide = (*shape[:-1], outputs)
     return attach(node, out.seen(wide, contiguous_strides(wide)))
@@ -204,14 +204,18 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def squashed(x: Tensor, name: str) -> Tensor:
-    """relu and tanh: one node; backward reads the result."""
+    """relu, tanh and sigmoid: one node; backward reads the result."""
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
         assert grad is not None
         if name == "relu":
             return [pointwise("where", pointwise("le", out, dtype="bool"), grad, dtype=grad.dtype)]
-        slope = pointwise("1_sub", pointwise("mul", as_float32(out), as_float32(out)))
+        wide = as_float32(out)
+        if name == "tanh":
+            slope = pointwise("1_sub", pointwise("mul", wide, wide))
+        else:
+            slope = pointwise("mul", wide, pointwise("1_sub", wide))
         return [as_dtype(pointwise("mul", as_float32(grad), slope), grad.dtype)]
 
     node = x.tape.node(backward, x)
