@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from oomph.step.ops import Kind
-from oomph.step.tensor.attention import attend
+from oomph.step.tensor.attention import attend, window_mask
 from oomph.step.tensor.checkpoint import checkpoint
 from oomph.step.tensor.flash3 import flash_attention_3
 from oomph.step.tensor.functions import (
@@ -214,27 +214,8 @@ def flash_attn_func(m: Module, q: Tensor, k: Tensor, v: Tensor, window: int | No
     q, k, v = transpose(q, 1, 2), transpose(k, 1, 2), transpose(v, 1, 2)
     if not windowed:
         return transpose(attend(q, k, v, kernel=kernel), 1, 2)
-    mask, _rows, _columns = _window_mask(m.tape, tokens)
+    mask, _rows, _columns = window_mask(m.tape, tokens)
     return transpose(attend(q, k, v, kernel=kernel, mask=mask), 1, 2)
-
-
-def _window_mask(tape: Tape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
-
-    def made(shape: Shape, dtype: str) -> Tensor:
-        return tape.made("mask", shape, dtype, kind=Kind.ATTENTION)
-
-    numbers = made((tokens,), "int64")
-    rows = made((tokens, 1), "int64")
-    del numbers
-    columns = made((tokens,), "int64")
-    before = made((tokens, tokens), "bool")
-    distances = made((tokens, tokens), "int64")
-    near = made((tokens, tokens), "bool")
-    del distances
-    mask = made((tokens, tokens), "bool")
-    del before, near
-    return mask, rows, columns
 
 
 @forward

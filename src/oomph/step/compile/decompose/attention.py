@@ -120,6 +120,15 @@ def masked(scores: Tensor, mask: Tensor) -> Tensor:
     return attach(node, pointwise("where", mask, scores, dtype=scores.dtype))
 
 
+def window_mask(tape: Recorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
+    numbers = tape.record("arange", How.CONSTANT, (), (tokens,), "int64", kind=Kind.INPUTS)
+    rows, columns = pointwise("add_0", F.unsqueeze(numbers, 1)), F.unsqueeze(numbers, 0)
+    before = pointwise("le", columns, rows, dtype="bool")
+    near = pointwise("le_window", pointwise("sub", rows, columns), dtype="bool")
+    return pointwise("and", before, near), rows, columns
+
+
 def _causal_bias(tape: Recorder, rows: int, columns: int) -> Tensor:
     """Zero or minus infinity for each query and key."""
     place = tape.record("arange", How.CONSTANT, (), (columns,), "int64", kind=Kind.INPUTS)

@@ -17,8 +17,7 @@ def select(x: Tensor, index: int) -> Tensor:
         grad, shape = grads[0], node.shapes[0]
         assert grad is not None
         reads = (constant(grad, "full", shape, grad.dtype), grad)
-        key = ("select", index)
-        return [recorder_of(grad).record("slice_scatter", How.POINTWISE, reads, shape, grad.dtype, key=key)]
+        return [recorder_of(grad).record("select_scatter", How.POINTWISE, reads, shape, grad.dtype, key=index)]
 
     node = x.tape.node(backward, x)
     assert isinstance(x, Traced)
