@@ -161,8 +161,8 @@ class _Emitter:
         moved = over + self._moved(group)
         if value.how is How.PRODUCT:
             kernel = Kernel.GEMM
-        elif task.is_extern:
-            kernel = Kernel.ATTENTION
+        elif value.how is How.CALL:
+            kernel = facts.get("kernel", Kernel.ATTENTION)
         elif any(each.value.how in (How.GATHER, How.SCATTER) for each in group.tasks):
             kernel = Kernel.INDEX
         else:

@@ -377,7 +377,10 @@ class Lowering:
         cell.source = source = self._write(_fresh(self.views[zeros].cell))
         source.name, source.kind = value.name, value.kind
         rows = rest[-1]
-        task = self._task(value, numel(rows.shape), 1)
+        fallback = bool(value.facts.get("fallback"))
+        for operand in rest if fallback else ():
+            self._write(self.views[operand].cell)
+        task = self._task(value, numel(rows.shape), 1, fallback)
         for operand in rest:
             view = self.views[operand]
             for read in self._reads(view):
@@ -467,7 +470,7 @@ def _rows_before(cell: _Cell) -> int:
 
 def _is_kernel(value: Value) -> bool:
     """Whether it reads its operands from memory."""
-    return value.op == "bmm" or (
+    return value.op in ("bmm", "grouped_mm") or (
         value.how is How.CALL and not value.facts.get("view") and not value.facts.get("reduction")
     )
 

@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from oomph.step import kernels
-from oomph.step.compile.decompose.nodes import as_dtype, as_float32, attach, constant, pointwise, recorder_of, reduction
+from oomph.step.compile.decompose.nodes import (
+    Result,
+    as_dtype,
+    as_float32,
+    attach,
+    called,
+    constant,
+    pointwise,
+    recorder_of,
+    reduction,
+)
 from oomph.step.compile.graph import How, Recorder
 from oomph.step.ops import Kind
 from oomph.step.tensor import functions as F
@@ -19,18 +29,6 @@ from oomph.step.tensor.layout import (
 )
 from oomph.step.tensor.tensor import Tensor
 
-Result = tuple[Shape, str, Shape | None]  # shape, dtype and, where it is not contiguous, strides
-
-
-def _called(op: str, reads: Sequence[Tensor], results: Sequence[Result], **facts: Any) -> list[Tensor]:
-    """What a kernel returns that the graph does not look into; `facts` are those of its operation."""
-    recorder = recorder_of(reads[0])
-    call = recorder.record(op, How.CALL, reads, (), reads[0].dtype, kind=Kind.ATTENTION, facts=facts)
-    return [
-        recorder.record("item", How.ITEM, (call,), shape, dtype, strides, key=index, kind=Kind.ATTENTION)
-        for index, (shape, dtype, strides) in enumerate(results)
-    ]
-
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tensor | None = None) -> Tensor:
     """A fused kernel: its output, a logsumexp, two numbers of its random state."""
@@ -38,7 +36,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
     recorder, s = recorder_of(q), _Sizes(q)
     cuda, flash = recorder.cuda, kernel == "flash"
     masks = (F.expand(mask, *q.shape[:3], k.shape[2]),) if mask is not None else ()
-    facts: dict[str, Any] = {"shape": s.shape, "dtype": _unit(recorder, s)}
+    facts: dict[str, Any] = {"kind": Kind.ATTENTION, "shape": s.shape, "dtype": _unit(recorder, s)}
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
@@ -54,7 +52,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
         like = [dense_strides_like(t.shape, t.strides) if by_query else _token_major(t.shape) for t in (q, k, v)]
         results = [(t.shape, t.dtype, strides) for t, strides in zip((q, k, v), like, strict=True)]
         reads = (grad, q, k, v, *masks, *outs)
-        return _called("attention_backward", reads, results, flops=5 * s.flops // 2, spent=spent, **facts)
+        return called("attention_backward", reads, results, flops=5 * s.flops // 2, spent=spent, **facts)
 
     node = recorder.node(backward, q, k, v)
     spent = () if cuda else (kernels.cpu_flash_bytes(recorder.threads, s.tokens, s.head_size, s.half),)
@@ -63,7 +61,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
     state: list[Shape] = [] if not cuda else [(2,), ()] if flash else [(), ()]
     sums: Result = ((s.batch, s.heads, rows), "float32", None)
     results: list[Result] = [(q.shape, q.dtype, strides), sums, *((each, "int64", None) for each in state)]
-    outs = _called("attention", (q, k, v, *masks), results, flops=s.flops, spent=spent, **facts)
+    outs = called("attention", (q, k, v, *masks), results, flops=s.flops, spent=spent, **facts)
     return attach(node, outs[0].detach())
 
 
@@ -71,18 +69,18 @@ def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None
     """FlashAttention 3: its output and a logsumexp."""
     batch, tokens, heads, size = q.shape
     flops = 4 * batch * heads * size * scores_of(tokens, window)
-    facts: dict[str, Any] = {"shape": (batch, heads, tokens, size), "dtype": q.dtype}
+    facts: dict[str, Any] = {"kind": Kind.ATTENTION, "shape": (batch, heads, tokens, size), "dtype": q.dtype}
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
         spent = kernels.flash3_backward_bytes(batch, heads, tokens, size, k.shape[2])
         results = [(each.shape, each.dtype, None) for each in (q, k, v)]
         reads = (grads[0], q, k, v, out, sums)
-        return _called("attention_backward", reads, results, flops=5 * flops // 2, spent=spent, **facts)
+        return called("attention_backward", reads, results, flops=5 * flops // 2, spent=spent, **facts)
 
     node = q.tape.node(backward, q, k, v)
     found: list[Result] = [(q.shape, q.dtype, None), ((batch, heads, tokens), "float32", None)]
-    out, sums = _called("attention", (q, k, v), found, flops=flops, **facts)
+    out, sums = called("attention", (q, k, v), found, flops=flops, **facts)
     return attach(node, out.detach())
 
 
