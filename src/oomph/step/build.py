@@ -41,11 +41,6 @@ def gradient_buckets(config: TrainConfig, found: Sequence[Parameter]) -> tuple[B
     return tuple(buckets)
 
 
-def describes_compiled(config: TrainConfig) -> bool:
-    """Whether the compiled step of a config's model is described; any other is planned as it runs eagerly."""
-    return config.model_type != "nanochat" and not config.num_experts
-
-
 def build(
     config: TrainConfig,
     cuda: bool = True,
@@ -67,8 +62,7 @@ def build(
     if config.compile and config.trainer in ("nanogpt", "oomph"):  # by hand, until the passes are as good on a CPU too
         step = gpt_compiled.build(config, cuda, first, workspace_bytes, threads, evaluates)
     else:
-        compiled = config.compile and describes_compiled(config)
-        make = partial(programs.build, nearly=nearly) if compiled else loop.build
+        make = partial(programs.build, nearly=nearly) if config.compile else loop.build
         step = make(config, cuda, first, threads, evaluates)
         held = [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
         step = Step((*step.resident, *held), step.sections)

@@ -17,6 +17,7 @@ _READS_ON_REUSE = 4  # torch._inductor.config.realize_reads_threshold
 _READS = 8  # realize_acc_reads_threshold
 _OPERATIONS = 30  # realize_opcount_threshold
 _UNROLLED = 8  # unroll_reductions_threshold
+_OPERANDS = dict.fromkeys(("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt", "1"), 2) | {"where": 3}
 _HEAVY = ("exp", "log", "sigmoid", "tanh")  # on a CPU written where several read them
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
@@ -289,6 +290,8 @@ class Lowering:
     def _pointwise(self, value: Value) -> None:
         cell = _Cell(value, value.shape, value.strides)
         ops: set[int] = {value.index}
+        if len(value.inputs) < _OPERANDS.get(value.op.partition("_")[0].partition(".")[0], 0):
+            ops.add(-value.index)  # the number that it adds, multiplies or compares with is an operation too
         indirect = value.how is How.GATHER or bool(value.facts.get("gathers"))
         places: tuple[int, tuple[int, ...]] | None = value.facts.get("places")
         reads: dict[Read, None] = {}

@@ -128,10 +128,16 @@ def window_mask(tape: Recorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _causal_bias(tape: Recorder, rows: int, columns: int) -> Tensor:
-    """Zero or minus infinity for each query and key."""
+    """Zero or minus infinity for each query and key.
+
+    The rows are unsqueezed at -1, the columns at -2, and Python's hash of both is the same: AOTAutograd, which looks
+    for equal operations by it (fx_graph_cse), never finds the rows again, nor what follows from them.
+    """
     place = tape.record("arange", How.CONSTANT, (), (columns,), "int64", kind=Kind.INPUTS)
     other = tape.record("arange", How.CONSTANT, (), (rows,), "int64", kind=Kind.INPUTS)
-    flags = pointwise("le", pointwise("sub", F.unsqueeze(place, 0), F.unsqueeze(other, 1)), dtype="bool")
+    anew = len(tape.values)
+    turned = tape.record("unsqueeze", How.VIEW, (other,), (rows, 1), "int64", (1, 1), key=anew)
+    flags = pointwise("le", pointwise("sub", F.unsqueeze(place, 0), turned), dtype="bool")
     flags = pointwise("and", flags, constant(flags, "full", (rows, columns), "bool"))
     zero, least = (constant(flags, name, (), "float32") for name in ("full_0", "full_-inf"))
     return pointwise("where", flags, zero, least, dtype="float32")

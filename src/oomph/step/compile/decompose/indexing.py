@@ -26,15 +26,14 @@ def select(x: Tensor, index: int) -> Tensor:
     return attach(node, x.seen(x.shape[1:], x.strides[1:], index * x.strides[0], "select"))
 
 
-def _written(into: str, shape: Shape, places: Tensor, rows: Tensor, fallback: bool = False) -> Tensor:
-    """Rows written or added to their places of a tensor that is made for it: zeros, or not even that.
+def _written(start: Tensor, places: Tensor, rows: Tensor, fallback: bool = False) -> Tensor:
+    """Rows written or added to their places of a tensor; `fallback`: by PyTorch's own kernel."""
+    reads = (start, places, rows)
+    return recorder_of(rows).record("index_put", How.SCATTER, reads, start.shape, rows.dtype, fallback=fallback)
 
-    `fallback`: by PyTorch's own kernel.
-    """
-    start = constant(rows, into, shape, rows.dtype)
-    return recorder_of(rows).record(
-        "index_put", How.SCATTER, (start, places, rows), shape, rows.dtype, fallback=fallback
-    )
+
+def _zeros(like: Tensor, shape: Shape) -> Tensor:
+    return constant(like, "full", shape, like.dtype)
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
@@ -44,7 +43,8 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
         assert grad is not None
-        return [_written("full", node.shapes[0], rows, grad, recorder.cuda and grad.dtype == "bfloat16")]
+        fallback = recorder.cuda and grad.dtype == "bfloat16"
+        return [_written(_zeros(grad, node.shapes[0]), rows, grad, fallback)]
 
     node = recorder.node(backward, x)
     shape = (rows.numel, *x.shape[1:])
@@ -52,8 +52,10 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def inverse(places: Tensor) -> Tensor:
-    """The permutation that undoes another: its own numbers written to the places."""
-    return _written("empty", places.shape, places, constant(places, "arange", places.shape, "int64"))
+    """The permutation that undoes another: its own numbers written to the places of an empty tensor, never shared."""
+    recorder = recorder_of(places)
+    start = recorder.record("empty", How.CONSTANT, (), places.shape, "int64", key=len(recorder.values))
+    return _written(start, places, constant(places, "arange", places.shape, "int64"))
 
 
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
-        return [_written("full", node.shapes[0], indices, grads[0])]
+        return [_written(_zeros(grads[0], node.shapes[0]), indices, grads[0])]
 
     node = x.tape.node(backward, x)
     shape = (*x.shape[:-1], count)
