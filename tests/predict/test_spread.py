@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import oomph
 from oomph.config import from_dict
 from oomph.devices import custom
-from oomph.predict.spread import COMPILED, COMPILED_OTHERS, EAGER, NOT_COMPILED, UNVERIFIED, Likely, spread_of
+from oomph.predict.spread import COMPILED, COMPILED_OTHERS, EAGER, UNVERIFIED, Likely, spread_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sizes = st.floats(1.0, 1e6)
-SPREADS = st.sampled_from([COMPILED, EAGER, NOT_COMPILED, UNVERIFIED])
+SPREADS = st.sampled_from([COMPILED, COMPILED_OTHERS, EAGER, UNVERIFIED])
 
 
 @st.composite
@@ -88,7 +88,7 @@ def test_the_spread_follows_what_is_known() -> None:
     assert of(source="a compiled trace") == COMPILED_OTHERS
     assert of(trainer="hf", compile=True) == COMPILED_OTHERS
     assert of(trainer="oomph") == COMPILED_OTHERS
-    assert of(trainer="nanochat") == NOT_COMPILED
+    assert of(trainer="nanochat") == COMPILED_OTHERS
     assert of(device_kind="rocm") == UNVERIFIED
     assert of(trainer="hf", transformers_version="4.30") == UNVERIFIED
 

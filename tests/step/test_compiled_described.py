@@ -1,4 +1,4 @@
-"""Compiled steps from an architecture's description against inductor's own plan of transformers' class."""
+"""Compiled steps from an architecture's description against inductor's own plan of the class that people train."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from statistics import median
 
 import pytest
 import torch
-from described_models import config_of
+from described_models import config_of, nanochat_config
 from hf_models import Hf
 from msgspec.structs import replace
+from nanochat_model import Nanochat
 from torch import Tensor, nn
 
 from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak
+from oomph.step import build
 from oomph.step.compile.loop import Loop
 from oomph.step.compile.programs import programs
 from oomph.step.loop import model_buffers
-from oomph.step.ops import Step
+from oomph.step.ops import Kernel, Kind, Section, Step
 from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import parameters
 from oomph.step.trace.compiled import compiled
@@ -25,6 +27,7 @@ from oomph.step.trace.compiled import compiled
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 
 WORST = 0.025  # seen: 2.0 and 2.2 %, in pure bfloat16 with checkpointed blocks; why is not known
+CHECKPOINTED = 0.04  # of nanochat's blocks, seen: 3.6 and 2.3 %, where inductor's orders are a close race
 PRECISIONS = {
     "autocast": {"dtype": "bfloat16", "autocast": True},
     "float32": {"dtype": "float32", "autocast": True},
@@ -97,7 +100,9 @@ def test_compiled_models_are_as_inductor_plans_them(family: str, start: int) -> 
     assert median(map(abs, errors.values())) <= 0.005, errors
 
 
-FAMILIES = ["mistral", "qwen2", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt"]
+FAMILIES = [
+    "mistral", "qwen2", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "mixtral", "qwen3_moe",
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -113,13 +118,112 @@ def test_a_compiled_llama_is_as_inductor_plans_it() -> None:
     assert abs(error_of("llama", 100)) <= 0.01
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", *FAMILIES])
-def test_every_buffer_of_a_compiled_step_is_allocated_once_and_freed_once(family: str) -> None:
-    model, precision = drawn(family, seed=7)
-    step = described(replace(config_of(model, precision), compile=True))
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_compiled_mixtures_of_experts_are_as_inductor_plans_them(family: str) -> None:
+    errors = {seed: error_of(family, seed) for seed in range(5)}
+    assert max(map(abs, errors.values())) <= 0.02, errors
+
+
+def test_a_compiled_mixture_of_experts_is_as_inductor_plans_it() -> None:
+    model = Hf("mixtral", layers=1, width=128, ffn=256, batch=3, tokens=128)
+    config = replace(config_of(model, "autocast"), compile=True)
+    sizes = [find_peak(step).allocated_bytes for step in (described(config), planned(model, "autocast"))]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.005)
+
+
+def test_a_compiled_mixture_of_experts_multiplies_as_much_as_inductor_plans() -> None:
+    model = Hf("qwen3_moe", layers=1, width=128, ffn=256, batch=3, tokens=128)
+    config = replace(config_of(model, "bfloat16"), compile=True)
+    found = [_flops(step) for step in (described(config), planned(model, "bfloat16"))]
+    assert found[0] == found[1]
+
+
+def _flops(step: Step) -> int:
+    return sum(op.flops for section in step.sections for op in section.ops if op.kernel is Kernel.GEMM)
+
+
+# --- nanochat -----------------------------------------------------------------------------------------------------
+
+
+def nanochat_drawn(seed: int) -> TrainConfig:
+    """A random small nanochat."""
+    choose = random.Random(f"nanochat {seed}")
+    groups = choose.choice([1, 1, 2])
+    heads, layers = groups * choose.choice([1, 2, 3]), choose.randint(1, 5)
+    return nanochat_config(
+        compile=True,
+        n_layer=layers,
+        n_head=heads,
+        n_embd=heads * choose.choice([32, 64]),
+        num_key_value_heads=heads // groups,
+        vocab_size=choose.choice([200, 1024, 3001]),
+        block_size=choose.choice([128, 256, 512]),
+        batch_size=choose.choice([2, 3, 4, 8]),
+        dtype=choose.choice(["bfloat16", "float32"]),
+        window_pattern=choose.choice(["L", "SSSL", "SL"]),
+        checkpoint_layers=choose.choice([0, 0, layers]),
+    )
+
+
+def nanochat_error(config: TrainConfig) -> float:
+    """How far the micro-steps' peak, without any optimizer's state, is from that of inductor's plan."""
+    batch = [torch.zeros(config.batch_size, config.block_size, dtype=torch.long) for _ in range(2)]
+    theirs = compiled(lambda: Nanochat(config), batch, dtype="float32", accumulation=2, evaluation=False)
+    sizes = [find_peak(_micro_steps(step)).allocated_bytes for step in (described(config), theirs)]
+    return sizes[0] / sizes[1] - 1
+
+
+def _micro_steps(step: Step) -> Step:
+    sections: list[Section] = [section for section in step.sections if section.name.startswith("micro-step")]
+    return Step(tuple(buffer for buffer in step.resident if buffer.kind is not Kind.OPTIMIZER), tuple(sections))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("start", range(0, 24, 6))
+def test_compiled_nanochats_are_as_inductor_plans_them(start: int) -> None:
+    configs = {seed: nanochat_drawn(seed) for seed in range(start, start + 6)}
+    errors = {seed: nanochat_error(config) for seed, config in configs.items()}
+    for seed, config in configs.items():
+        assert abs(errors[seed]) <= (CHECKPOINTED if config.checkpoint_layers else 0.005), errors
+    assert median(map(abs, errors.values())) <= 0.005, errors
+
+
+def test_a_compiled_nanochat_is_as_inductor_plans_it() -> None:
+    config = nanochat_config(compile=True, n_layer=2, block_size=256, window_pattern="SL", dtype="bfloat16")
+    assert abs(nanochat_error(config)) <= 0.005
+
+
+@pytest.mark.parametrize("attention", ["flash", "flash3"])
+@pytest.mark.parametrize("first", [True, False])
+def test_every_buffer_of_a_compiled_nanochat_is_allocated_once_and_freed_once(attention: str, first: bool) -> None:
+    config = nanochat_config(compile=True, dtype="bfloat16", attention=attention, gradient_accumulation_steps=4)
+    check_lives(build.build(config, first=first))
+
+
+def test_a_compiled_nanochat_computes_what_an_eager_one_does_with_less_memory() -> None:
+    config = nanochat_config(compile=True, dtype="bfloat16", attention="flash3", block_size=512, batch_size=8)
+    ours, eager = (build.build(each, evaluates=False) for each in (config, replace(config, compile=False)))
+    assert _flops(_micro_steps(ours)) == _flops(_micro_steps(eager))
+    assert find_peak(_micro_steps(ours)).allocated_bytes < find_peak(_micro_steps(eager)).allocated_bytes
+
+
+# --- lives --------------------------------------------------------------------------------------------------------
+
+
+def check_lives(step: Step) -> None:
+    """Every buffer is allocated once, and freed once at most."""
     alive = dict.fromkeys(step.resident)
     for op in (op for section in step.sections for op in section.ops):
         assert alive.keys().isdisjoint(op.allocates), op.name
         alive |= dict.fromkeys(op.allocates)
         assert alive.keys() >= set(op.frees), op.name
         alive = {buffer: None for buffer in alive if buffer not in op.frees}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", *FAMILIES])
+def test_every_buffer_of_a_compiled_step_is_allocated_once_and_freed_once(family: str) -> None:
+    model, precision = drawn(family, seed=7)
+    check_lives(described(replace(config_of(model, precision), compile=True)))

@@ -8,11 +8,14 @@ import pytest
 import torch
 from test_compiled import config, measured_rise, peaks, planned
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Kernel, Kind, Phase, Step
+from oomph.step.trace.capture import capture
 from oomph.step.trace.compiled import compiled
 from oomph.step.trace.eager import trace
 
@@ -112,3 +115,29 @@ def test_checkpointed_blocks_are_within_three_percent_of_a_real_compiled_step(la
     keys: dict[str, Any] = {"dtype": "float32", "optimizer_loop": "forloop", "n_layer": 4}
     settings = config(checkpoint_layers=layers, return_logits=returns, **keys)
     assert checkpointed_rise(settings) == pytest.approx(measured_rise(settings), rel=0.03)
+
+
+class Normed(nn.Module):
+    """A matrix behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x @ self.weight, (16,)).sum()
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_a_cards_rms_norm_has_a_backward_of_its_own(cuda: bool) -> None:
+    found: dict[str, set[str]] = {}
+
+    def keep(name: str, graph: GraphModule, _: Any) -> None:
+        found[name] = {str(node.target) for node in graph.graph.nodes}
+
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mode:
+        model, batch = Normed(), [torch.zeros(4, 16)]
+        capture(model, batch, lambda out: (out,), keep, half=None, cuda=cuda, attention="flash", fake_mode=fake_mode)
+    cubes = "aten.pow.Tensor_Scalar"  # of rsqrt's backward, where the parts are differentiated one by one
+    assert (cubes in found["backward"]) is not cuda

@@ -9,7 +9,6 @@ from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, release
 from oomph.config.settle import FLASH_CAPABILITY, FLASH_HEAD_SIZE
 from oomph.devices import Device
 from oomph.errors import Problem
-from oomph.step.build import describes_compiled
 from oomph.units import MIB
 
 if TYPE_CHECKING:
@@ -31,32 +30,22 @@ def notes(loaded: LoadedConfig, device: Device, own_model: str | None) -> list[s
     cannot_run = [] if own_model else unrunnable(loaded, device.kind == "cpu")
     return [
         *warnings(loaded.config, device),
-        *_assumptions(loaded, device, own_model is not None),
+        *_assumptions(loaded, device),
         *(_not_used(loaded, own_model) if own_model else []),
         *(f"Planned as asked, but it cannot run: {problem}" for problem in cannot_run),
     ]
 
 
-def _assumptions(loaded: LoadedConfig, device: Device, own_model: bool) -> list[str]:
+def _assumptions(loaded: LoadedConfig, device: Device) -> list[str]:
     """What the figures assume, and what they leave out."""
     config, found = loaded.config, []
-    compiled = config.compile and (own_model or describes_compiled(config))
     if not device.bandwidth_gbs or not device.peak_tflops(config.dtype or "float32", config.allow_tf32):
         missing = f"its rate in {config.dtype} or its bandwidth is not known"
         found.append(f"No time is given for the {device.name}: {missing}")
     if device.kind != "cpu":
         found.append(
             "Assumed, and covered by low and high: the kernels and workspaces a real card picks, its driver's context"
-            + (
-                ", and that Triton fuses what inductor plans to"
-                if config.compile and describes_compiled(config)
-                else ""
-            )
-        )
-    if config.compile and not compiled:
-        found.append(
-            f"compile is set, and the figures are an eager step's: {config.model_type} compiled is not described yet. "
-            "Compiled it needs less memory and less time"
+            + (", and that Triton fuses what inductor plans to" if config.compile else "")
         )
     if config.trainer in TRANSFORMERS and release(config.transformers_version) < EARLIEST_TRANSFORMERS:
         earliest = ".".join(map(str, EARLIEST_TRANSFORMERS))

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from oomph.config import TrainConfig
 from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, release
-from oomph.step.build import describes_compiled
 
 SIGMAS = 1.96  # of a normal distribution in the half of a 95 % interval
 # The context by rule is a fit to out-of-memory messages of many cards, about ± 100 MiB (devices/device.py); workspaces
@@ -50,9 +49,6 @@ EAGER = Spread(0.02, 0.02, 0.8)
 # Compiled, but not nanoGPT: no row measures these. A trace of inductor's own plan is within 1 % of real
 # compiled steps on a CPU, now and then 3 % (docs/how.md).
 COMPILED_OTHERS = Spread(0.03, 0.03, 0.3)
-# Eager figures in place of a compiled step that is not described: compiling saves up to 40 % of an eager GPT-2's
-# activations (nanoGPT's rows against build-nanogpt's on two cards), and adds nothing.
-NOT_COMPILED = Spread(0.40, 0.03, 0.8)
 # Kernels and allocators of other makers, and transformers from before its descriptions begin: nothing is measured.
 UNVERIFIED = Spread(0.10, 0.10, 1.0)
 
@@ -66,8 +62,6 @@ def spread_of(config: TrainConfig, device_kind: str, source: str) -> Spread:
         return EAGER
     if source != "described":
         return COMPILED_OTHERS
-    if not describes_compiled(config):
-        return NOT_COMPILED
     return COMPILED if config.trainer == "nanogpt" else COMPILED_OTHERS
 
 

@@ -41,11 +41,6 @@ def gradient_buckets(config: TrainConfig, found: Sequence[Parameter]) -> tuple[B
     return tuple(buckets)
 
 
-def describes_compiled(config: TrainConfig) -> bool:
-    """Whether the compiled step of a config's model is described; any other is planned as it runs eagerly."""
-    return config.model_type != "nanochat" and not config.num_experts
-
-
 def build(
     config: TrainConfig,
     cuda: bool = True,
@@ -64,8 +59,7 @@ def build(
     workspace_bytes = workspaces(capability) if cuda else ()
     evaluates = evaluates and config.trainer not in TRANSFORMERS  # these do not, unless told to
     threads = threads or os.cpu_count() or 1
-    compiled = config.compile and describes_compiled(config)
-    make = partial(programs.build, nearly=nearly) if compiled else loop.build
+    make = partial(programs.build, nearly=nearly) if config.compile else loop.build
     step = make(config, cuda, first, threads, evaluates)
     held = [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
     step = Step((*step.resident, *held), step.sections)

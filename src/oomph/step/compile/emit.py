@@ -103,18 +103,22 @@ class _Emitter:
         return not source.is_output and not group.is_extern and all(user in group.tasks for user in source.users)
 
     def _overwritten(self, task: Task, out: Source, access: object) -> Source | None:
-        """An operand that nothing else reads any more, of the result's size, read where the result is written."""
+        """An operand that nothing else reads any more, of the result's size, read where the result is written.
+
+        The first such operand is taken. One that never leaves the kernel has no memory to be overwritten.
+        """
         if access is None:
             return None
         for source, accesses in task.reads.items():
-            if not source.donated or source.is_output or source.root is not source or source not in self.buffers:
+            if not source.donated or source.is_output or source.root is not source or source in self.taken:
                 continue
-            if source.dtype != out.dtype or source.bytes != out.bytes or accesses != {access} or source in self.taken:
+            if source.dtype != out.dtype or source.bytes != out.bytes or accesses != {access}:
                 continue
-            if self.buffers[source] in self.held or self.aliases.get(self.buffers[source], 1) > 1:
+            buffer = self.buffers.get(source)
+            if buffer is not None and (buffer in self.held or self.aliases.get(buffer, 1) > 1):
                 continue
             if all(user is task or user in self.done or task.ancestors >> user.index & 1 for user in source.users):
-                return source
+                return source if buffer is not None else None
         return None
 
     def _allocated(self, step: int, source: Source) -> list[Buffer]:
@@ -159,8 +163,8 @@ class _Emitter:
         moved = self._moved(group)
         if value.how is How.PRODUCT:
             kernel = Kernel.GEMM
-        elif task.is_extern:
-            kernel = Kernel.ATTENTION
+        elif value.how is How.CALL:
+            kernel = facts.get("kernel", Kernel.ATTENTION)
         elif any(each.value.how in (How.GATHER, How.SCATTER) for each in group.tasks):
             kernel = Kernel.INDEX
         else:

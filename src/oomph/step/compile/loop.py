@@ -98,12 +98,16 @@ class Loop:
         for zeros in programs.zeros:
             ops.append(Op(zeros.name, Phase.BACKWARD, (zeros,), (), Kernel.POINTWISE, bytes_moved=zeros.bytes))
         ops += exchanged(programs.backward, new)
-        if self.grads:
-            ops += [_accumulated(name, buffer) for name, buffer in grads.items()]
-        else:
-            self.grads = grads
+        ops += self._collected(grads)
         self.batch, self.outputs, self.loss = following, outputs if self.keep_outputs else (), loss
         return ops
+
+    def _collected(self, grads: dict[str, Buffer]) -> list[Op]:
+        """AccumulateGrad: the first gradients are kept, later ones added to them."""
+        if self.grads:
+            return [_accumulated(name, buffer) for name, buffer in grads.items()]
+        self.grads = grads
+        return []
 
     def _evaluate(self) -> list[Section]:
         """estimate_loss: a first batch, then others while what the one before returned is still held."""
@@ -123,6 +127,32 @@ class Loop:
                 ops.append(Op("estimate_loss.return", Phase.EVAL, frees=held))
             sections.append(Section(name, tuple(ops), times))
         return sections
+
+
+class NanochatLoop(Loop):
+    """nanochat's scripts/base_train.py, as `step.loop.NanochatLoop` has it: one batch buffer, and the loss alone.
+
+    Every batch is copied into the same buffer, after backward. The loss of a micro-step is held until the next has its
+    own; it is divided by their number in another tensor.
+    """
+
+    def _micro_step(self) -> list[Op]:
+        programs = self.programs
+        loss = copied(programs.loss)
+        divided = Buffer("loss.div", loss.bytes, Kind.LOGITS)
+        grads = {name: copied(buffer) for name, buffer in programs.grads.items()}
+        new: dict[Buffer, Buffer | None] = {programs.loss: loss, **dict.fromkeys(programs.batch)}
+        new |= {pattern: grads[name] for name, pattern in programs.grads.items()}
+        ops = exchanged(programs.forward, new)
+        ops.append(Op("loop.assign", Phase.FORWARD, frees=(self.loss,) if self.loss is not None else ()))
+        ops.append(Op("loss.div", Phase.LOSS, (divided,), (), Kernel.POINTWISE, bytes_moved=8))
+        ops += exchanged(programs.backward, new)
+        ops.append(Op("loss.backward", Phase.BACKWARD, frees=(divided,)))
+        ops += self._collected(grads)
+        moved = 2 * sum([buffer.bytes for buffer in self.batch])
+        ops.append(Op("batch", Phase.BACKWARD, kernel=Kernel.POINTWISE, bytes_moved=moved))
+        self.loss = loss
+        return ops
 
 
 def _accumulated(name: str, buffer: Buffer) -> Op:

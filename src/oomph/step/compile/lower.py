@@ -17,6 +17,7 @@ _READS_ON_REUSE = 4  # torch._inductor.config.realize_reads_threshold
 _READS = 8  # realize_acc_reads_threshold
 _OPERATIONS = 30  # realize_opcount_threshold
 _UNROLLED = 8  # unroll_reductions_threshold
+_OPERANDS = dict.fromkeys(("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt", "1"), 2) | {"where": 3}
 _HEAVY = ("exp", "log", "sigmoid", "tanh")  # on a CPU written where several read them
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
@@ -188,6 +189,12 @@ def _broadcast(read: Read, shape: Shape, wide: Shape) -> Read:
     return source, (*([0] * missing), *own), start
 
 
+def _placed(read: Read, dim: int, start: int) -> Read:
+    """What is read of an operand that begins at a place of the result: the loops run over the whole result."""
+    source, strides, offset = read
+    return read if strides is None else (source, strides, offset - start * strides[dim])
+
+
 _PADDED_FROM = 1024  # torch._inductor.config.padding_stride_threshold
 _ALIGNED_BYTES = 128  # padding_alignment_bytes
 
@@ -290,15 +297,22 @@ class Lowering:
     def _pointwise(self, value: Value) -> None:
         cell = _Cell(value, value.shape, value.strides)
         ops: set[int] = {value.index}
-        indirect = value.how in (How.GATHER, How.CAT) or bool(value.facts.get("gathers"))
+        if len(value.inputs) < _OPERANDS.get(value.op.partition("_")[0].partition(".")[0], 0):
+            ops.add(-value.index)  # the number that it adds, multiplies or compares with is an operation too
+        indirect = value.how is How.GATHER or bool(value.facts.get("gathers"))
+        places: tuple[int, tuple[int, ...]] | None = value.facts.get("places")
         reads: dict[Read, None] = {}
-        for operand in value.inputs:
+        for index, operand in enumerate(value.inputs):
             view = self.views[operand]
             ops |= view.cell.ops
             for read in self._reads(view):
-                if indirect or value.op == "slice_scatter":
+                if indirect:
                     read = (read[0], None, 0)
-                reads[_broadcast(read, view.shape, value.shape)] = None
+                elif places is not None:
+                    read = _placed(read, places[0], places[1][index])
+                else:
+                    read = _broadcast(read, view.shape, value.shape)
+                reads[read] = None
         cell.reads, cell.ops = list(reads), frozenset(ops)
         self.views[value] = _View(cell, value.shape, value.strides)
         if value.how is How.RANDOM:
@@ -321,6 +335,9 @@ class Lowering:
             return self._unrolled(value, view)
         inner = count == 1 or (len(value.shape) == len(operand.shape) and value.shape[-1] == 1)
         splits = split_factor(reduced, count, inner) if self.cuda else 1
+        rows = _rows_before(view.cell) if splits > 1 and count == 1 else 0
+        if rows and reduced % rows == 0:
+            return self._by_rows(value, view, rows)
         task = self._task(value, count, -(-reduced // splits))
         task.shape, task.whole, task.rows_first = operand.shape, (count, reduced), inner
         loops = _loops(operand.shape, value.shape)
@@ -332,6 +349,18 @@ class Lowering:
             task.writes.append((partial, None))
             task = self._task(value, count, splits)
             task.read(partial, None)
+        return self._result(task, value)
+
+    def _by_rows(self, value: Value, view: _View, rows: int) -> _View:
+        """A sum of everything: of each row first, as what it reads was summed up, then of the rows."""
+        task = self._task(value, rows, numel(view.shape) // rows)
+        task.shape = view.shape
+        for source, strides, start in self._reads(view):
+            task.read(source, merged(view.shape, strides, start))
+        partial = self._source(task, value, rows * ITEM_BYTES["float32"], Kind.TEMPORARY)
+        task.writes.append((partial, ((rows,), (1,), 0)))
+        task = self._task(value, 1, rows)
+        task.read(partial, ((rows,), (1,), 0))
         return self._result(task, value)
 
     def _unrolled(self, value: Value, view: _View) -> _View:
@@ -362,7 +391,10 @@ class Lowering:
         cell.source = source = self._write(_fresh(self.views[zeros].cell))
         source.name, source.kind = value.name, value.kind
         rows = rest[-1]
-        task = self._task(value, numel(rows.shape), 1)
+        fallback = bool(value.facts.get("fallback"))
+        for operand in rest if fallback else ():
+            self._write(self.views[operand].cell)
+        task = self._task(value, numel(rows.shape), 1, fallback)
         for operand in rest:
             view = self.views[operand]
             for read in self._reads(view):
@@ -387,8 +419,9 @@ class Lowering:
         users = [user for user in value.users if user in self.inside]
         count = len(users) + (value in self.outputs)
         if count > 1:
-            if any(user.op == "mm" for user in users) or (any(map(_is_kernel, users)) and self._nontrivial(cell) > 1):
-                self._write(cell, view.shape)  # a product of two matrices fixes the layout of what it reads
+            product, several = any(user.op == "mm" for user in users), self._nontrivial(cell) > 1
+            if product or (any(map(_is_kernel, users)) and several):
+                self._write(cell, None if several else view.shape)  # a copy as the product sees it, else in own loops
                 return
             if self._is_large(cell) or cell.buffers > _READS_ON_REUSE or (not self.cuda and self._is_heavy(cell)):
                 self._write(cell)
@@ -437,9 +470,21 @@ class Lowering:
         return _View(cell, value.shape, value.strides)
 
 
+def _rows_before(cell: _Cell) -> int:
+    """How many rows the sums had that a result is computed from, if all had as many (ir.py `num_splits`)."""
+    found: set[tuple[int, int]] = set()
+    tasks = {source.task for source, _, _ in cell.reads}
+    while tasks and not found:
+        computing = [task for task in tasks if task is not None and not task.is_extern]
+        found = {(task.numel, task.reduced) for task in computing if task.is_reduction}
+        tasks = {source.task for task in computing for source in task.reads}
+    rows, reduced = found.pop() if len(found) == 1 else (0, 0)
+    return rows if rows * reduced == numel(cell.shape) else 0
+
+
 def _is_kernel(value: Value) -> bool:
     """Whether it reads its operands from memory."""
-    return value.op == "bmm" or (
+    return value.op in ("bmm", "grouped_mm") or (
         value.how is How.CALL and not value.facts.get("view") and not value.facts.get("reduction")
     )
 

@@ -10,58 +10,82 @@ from oomph.step.compile.graph import How
 from oomph.step.compile.lower import Source
 
 
+class _Unit:
+    """What is put in order: a kernel, or one result that is taken from the tuple that a kernel returns."""
+
+    __slots__ = ("group", "made", "reads", "size", "writes")
+
+    def __init__(self, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> None:
+        self.group = group
+        self.reads, self.writes = tuple(reads), tuple(writes)
+        self.made = [source for source in self.writes if source.root is source]
+        self.size = sum([source.bytes for source in self.made])  # bytes that it allocates
+
+
 class _Facts:
     """What the candidates are judged by."""
 
     def __init__(self, groups: Sequence[Group], inputs: Iterable[Source]) -> None:
-        self.groups = list(groups)
-        self.place = {group: index for index, group in enumerate(groups)}
+        self.units: list[_Unit] = []
+        self.before: dict[_Unit, list[_Unit]] = {}
+        self.following: dict[_Unit, list[_Unit]] = {}
+        for group in groups:
+            self._add(group)
+        self.place = {unit: index for index, unit in enumerate(self.units)}
         self.inputs = [source for source in inputs if source.freeable and source.users]
-        of = {task: group for group in groups for task in group.tasks}
-        self.readers: dict[Source, list[Group]] = {}
-        self.before: dict[Group, list[Group]] = {group: [] for group in groups}
-        self.following: dict[Group, list[Group]] = {group: [] for group in groups}
-        self.reads: dict[Group, list[Source]] = {group: [] for group in groups}
-        self.made = {group: [s for s in group.writes if s.root is s] for group in groups}
-        self.size = {group: sum([s.bytes for s in made]) for group, made in self.made.items()}
-        for group in groups:
-            for source in group.writes:
-                self.readers.setdefault(source.root, [])
-        for group in groups:
-            own = set(group.writes)
-            for source in group.reads:
-                if source.task is not None and of[source.task] is not group:
-                    maker = of[source.task]
-                    if group not in self.following[maker]:
-                        self.following[maker].append(group)
-                        self.before[group].append(maker)
-                root = source.root
-                if source in own or (root.task is None and not root.freeable):
-                    continue
-                if root.task is not None and of[root.task] is group:
-                    continue
-                readers = self.readers.setdefault(root, [])
-                if not readers or readers[-1] is not group:
-                    readers.append(group)
-                    self.reads[group].append(root)
+        self.maker = {source: unit for unit in self.units for source in unit.writes}
+        self.readers: dict[Source, list[_Unit]] = {source.root: [] for source in self.maker}
+        self.reads: dict[_Unit, list[Source]] = {unit: [] for unit in self.units}
+        for unit in self.units:
+            for source in unit.reads:
+                self._read(unit, source)
 
-    def peak(self, order: Sequence[Group]) -> int:
+    def _add(self, group: Group) -> None:
+        """A kernel that returns several results allocates them all; each lives as if it were made by its own unit."""
+        if group.tasks[0].value.how is not How.CALL:
+            self._put(_Unit(group, group.reads, group.writes))
+            return
+        kernel = self._put(_Unit(group, group.reads, ()))
+        for source in group.writes:
+            item = self._put(_Unit(None, (), (source,)))
+            kernel.size, item.size = kernel.size + item.size, 0
+            self.before[item].append(kernel)
+            self.following[kernel].append(item)
+
+    def _put(self, unit: _Unit) -> _Unit:
+        self.units.append(unit)
+        self.before[unit], self.following[unit] = [], []
+        return unit
+
+    def _read(self, unit: _Unit, source: Source) -> None:
+        maker, root = self.maker.get(source), source.root
+        if maker is not None and maker is not unit and unit not in self.following[maker]:
+            self.following[maker].append(unit)
+            self.before[unit].append(maker)
+        if source in unit.writes or (root.task is None and not root.freeable) or self.maker.get(root) is unit:
+            return
+        readers = self.readers.setdefault(root, [])
+        if not readers or readers[-1] is not unit:
+            readers.append(unit)
+            self.reads[unit].append(root)
+
+    def peak(self, order: Sequence[_Unit]) -> int:
         """estimate_peak_memory."""
         return max(self.live(order), default=0)
 
-    def live(self, order: Sequence[Group]) -> list[int]:
+    def live(self, order: Sequence[_Unit]) -> list[int]:
         """Bytes alive while each kernel runs, as inductor estimates them."""
-        place = {group: index for index, group in enumerate(order)}
+        place = {unit: index for index, unit in enumerate(order)}
         change = [0] * (len(order) + 1)
         for source in self.inputs:
             change[0] += source.bytes
             if not source.is_output:
-                change[max([place[group] for group in self.readers[source]]) + 1] -= source.bytes
-        for group in order:
-            for source in self.made[group]:
-                change[place[group]] += source.bytes
+                change[max([place[unit] for unit in self.readers[source]]) + 1] -= source.bytes
+        for unit in order:
+            change[place[unit]] += unit.size
+            for source in unit.made:
                 if not source.is_output:
-                    change[max([place[group], *(place[each] for each in self.readers[source])]) + 1] -= source.bytes
+                    change[max([place[unit], *(place[each] for each in self.readers[source])]) + 1] -= source.bytes
         now, found = 0, []
         for each in change[:-1]:
             now += each
@@ -72,92 +96,83 @@ class _Facts:
 def ordered(groups: Sequence[Group], inputs: Iterable[Source]) -> tuple[list[Group], list[int]]:
     """The kernels in the order they run, and the bytes that inductor takes to be alive while each does."""
     facts = _Facts(groups, inputs)
-    candidates = [list(groups), _least_peak_first(facts), _breadth_first(facts), _depth_first(facts)]
+    candidates = [facts.units, _least_peak_first(facts), _breadth_first(facts), _depth_first(facts)]
     best = min(candidates, key=facts.peak)
-    return best, facts.live(best)
+    found = [(unit.group, live) for unit, live in zip(best, facts.live(best), strict=True) if unit.group is not None]
+    return [group for group, _ in found], [live for _, live in found]
 
 
-def _least_peak_first(facts: _Facts) -> list[Group]:
+def _least_peak_first(facts: _Facts) -> list[_Unit]:
     """topological_sort_lpmf: what does not raise the peak and lets most go."""
-    waits = {group: len(facts.before[group]) for group in facts.groups}
+    waits = {unit: len(facts.before[unit]) for unit in facts.units}
     uses = {source: len(readers) + source.is_output for source, readers in facts.readers.items()}
-    frees = dict.fromkeys(facts.groups, 0)
-    for group in facts.groups:
-        frees[group] += sum([source.bytes for source in facts.reads[group] if uses[source] == 1])
-        frees[group] += sum([source.bytes for source in facts.made[group] if uses[source] == 0])
+    frees = dict.fromkeys(facts.units, 0)
+    for unit in facts.units:
+        frees[unit] += sum([source.bytes for source in facts.reads[unit] if uses[source] == 1])
+        frees[unit] += sum([source.bytes for source in unit.made if uses[source] == 0])
     live = sum([source.bytes for source in facts.inputs])
     kept = sum([source.bytes for source in facts.readers if source.is_output and (source.task or source.freeable)])
     most = max(live, kept)
-    ready = [group for group in facts.groups if not waits[group]]
-    result: list[Group] = []
+    ready = [unit for unit in facts.units if not waits[unit]]
+    result: list[_Unit] = []
     while ready:
         gap = most - live
         chosen = min(
             ready,
-            key=lambda g: (facts.size[g] if facts.size[g] > gap else 0, facts.size[g] - frees[g], facts.place[g]),
+            key=lambda g: (g.size if g.size > gap else 0, g.size - frees[g], facts.place[g]),
         )
         ready.remove(chosen)
         result.append(chosen)
-        live += facts.size[chosen]
+        live += chosen.size
         most = max(most, live)
         live -= frees[chosen]
-        for group in facts.following[chosen]:
-            waits[group] -= 1
-            if not waits[group]:
-                ready.append(group)
+        for unit in facts.following[chosen]:
+            waits[unit] -= 1
+            if not waits[unit]:
+                ready.append(unit)
         for source in facts.reads[chosen]:
             uses[source] -= 1
             if uses[source] == 1:
-                for group in facts.readers[source]:
-                    frees[group] += source.bytes
+                for unit in facts.readers[source]:
+                    frees[unit] += source.bytes
     return result
 
 
-def _breadth_first(facts: _Facts) -> list[Group]:
+def _breadth_first(facts: _Facts) -> list[_Unit]:
     """topological_sort_bfs: first what reads the oldest."""
-    waits = {group: len(facts.before[group]) for group in facts.groups}
-    at: dict[Group, int] = {}
-    heap: list[tuple[list[int], int, Group]] = []
-    for group in facts.groups:
-        if not waits[group]:
-            heappush(heap, ([], facts.place[group], group))
-    result: list[Group] = []
+    waits = {unit: len(facts.before[unit]) for unit in facts.units}
+    at: dict[_Unit, int] = {}
+    heap: list[tuple[list[int], int, _Unit]] = []
+    for unit in facts.units:
+        if not waits[unit]:
+            heappush(heap, ([], facts.place[unit], unit))
+    result: list[_Unit] = []
     while heap:
         chosen = heappop(heap)[2]
         at[chosen] = len(result)
         result.append(chosen)
-        for group in facts.following[chosen]:
-            waits[group] -= 1
-            if not waits[group]:
-                heappush(heap, (sorted([at[each] for each in facts.before[group]]), facts.place[group], group))
+        for unit in facts.following[chosen]:
+            waits[unit] -= 1
+            if not waits[unit]:
+                heappush(heap, (sorted([at[each] for each in facts.before[unit]]), facts.place[unit], unit))
     return result
 
 
-def _depth_first(facts: _Facts) -> list[Group]:
-    """topological_sort_dfs: the smallest first, each after what it reads.
-
-    Of a kernel with several results each is a node of its own there, that takes nothing.
-    """
-    weight = {
-        g: (0 if _has_results(g) else facts.size[g] + sum([s.bytes for s in facts.reads[g]]), facts.place[g])
-        for g in facts.groups
-    }
-    done: dict[Group, None] = {}
-    for start in sorted(facts.groups, key=weight.__getitem__):
+def _depth_first(facts: _Facts) -> list[_Unit]:
+    """topological_sort_dfs: the smallest first, each after what it reads."""
+    weight = {g: (g.size + sum([s.bytes for s in facts.reads[g]]), facts.place[g]) for g in facts.units}
+    done: dict[_Unit, None] = {}
+    for start in sorted(facts.units, key=weight.__getitem__):
         stack = [start]
         while stack:
-            group = stack[-1]
-            if group in done:
+            unit = stack[-1]
+            if unit in done:
                 stack.pop()
                 continue
-            missing = [each for each in facts.before[group] if each not in done]
+            missing = [each for each in facts.before[unit] if each not in done]
             if missing:
                 stack += sorted(missing, key=weight.__getitem__, reverse=True)
             else:
-                done[group] = None
+                done[unit] = None
                 stack.pop()
     return list(done)
-
-
-def _has_results(group: Group) -> bool:
-    return group.is_extern and group.tasks[0].value.how is How.CALL

@@ -8,11 +8,12 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step import models
-from oomph.step.compile.loop import Loop, Programs
+from oomph.step.compile.loop import Loop, NanochatLoop, Programs
 from oomph.step.compile.model import CompiledModel, compiled_model
 from oomph.step.compile.scale import scaled_model
 from oomph.step.loop import model_buffers
 from oomph.step.models.gpt2 import attends_by_hand
+from oomph.step.nanochat_optimizer import NanochatOptimizer
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Step, exchanged
 from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import parameters
@@ -50,8 +51,9 @@ def build(
     micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
     keeps_outputs = config.trainer != "hf"  # the Trainer lets go of them before backward
     found = programs(alike, cuda, threads, evaluates, nearly)
-    loop = Loop(found, micro_steps, 2 * config.eval_iters, keeps_outputs)
-    return loop.step(Optimizer(config, cuda, parameters(config)), model_buffers(config, cuda), first)
+    around, own = (NanochatLoop, NanochatOptimizer) if config.trainer == "nanochat" else (Loop, Optimizer)
+    loop = around(found, micro_steps, 2 * config.eval_iters, keeps_outputs)
+    return loop.step(own(config, cuda, parameters(config)), model_buffers(config, cuda), first)
 
 
 @lru_cache(maxsize=16)  # a plan asks twice, for the first step and a later one; a search, for many accumulations

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from oomph.step.ops import Kernel, Kind
+from oomph.step.ops import Kind
 from oomph.step.tensor.activations import activate
 from oomph.step.tensor.attention import softmax
-from oomph.step.tensor.experts import divide_into, grouped_product, take, topk, total
+from oomph.step.tensor.experts import (
+    divide_into,
+    grouped_product,
+    histc,
+    inverse,
+    running_total,
+    sort,
+    take,
+    topk,
+    total,
+)
 from oomph.step.tensor.functions import linear, mul, reshape, split, to, unsqueeze
 from oomph.step.tensor.layout import Shape
-from oomph.step.tensor.tape import Module, Tape, forward
+from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
 
 FAMILIES = ("mixtral", "qwen3_moe")
@@ -64,25 +74,23 @@ def router(m: Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @forward
 def experts(m: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """grouped_mm_experts_forward, the default on every device: rows sorted by expert, products by group."""
-    c, tape = m.config, m.tape
+    c = m.config
     tokens, width = hidden_states.shape
     chosen = top_k_index.shape[-1]
     sample_weights = reshape(top_k_weights, tokens * chosen)
-    expert_ids_g, perm = _sorted(tape, tokens * chosen)
-    selected_hidden_states_g = take(hidden_states, _numbers(tape, "floor_divide", perm))
+    expert_ids_g, perm = sort(reshape(top_k_index, tokens * chosen))
+    selected_hidden_states_g = take(hidden_states, _numbers("floor_divide", perm))
     sample_weights_g = take(sample_weights, perm)
-    histc_input = _numbers(tape, "to", expert_ids_g, "float32")
-    tokens_per_expert, offsets = _offsets(tape, c.num_experts)
+    histc_input = _numbers("to", expert_ids_g, "float32")
+    tokens_per_expert = histc(histc_input, c.num_experts)
+    offsets = running_total(tokens_per_expert, "int32")
     proj_out = grouped_product(
         _like(selected_hidden_states_g, m.parameter("gate_up_proj")), m.parameter("gate_up_proj"), offsets
     )
     proj_out = _gated(proj_out, c.hidden_act)
     proj_out = grouped_product(_like(proj_out, m.parameter("down_proj")), m.parameter("down_proj"), offsets)
     weighted_out = mul(proj_out, unsqueeze(sample_weights_g, 1))
-    inv_perm = _numbers(tape, "empty_like", perm)
-    order = _numbers(tape, "arange", perm)
-    tape.note("index_put", Kernel.INDEX, 2 * perm.bytes)
-    del order
+    inv_perm = inverse(perm)
     weighted_out = take(weighted_out, inv_perm)
     final_hidden_states = total(reshape(weighted_out, tokens, chosen, width), 1)
     result = to(final_hidden_states, hidden_states.dtype)
@@ -100,17 +108,5 @@ def _gated(gate_up_out: Tensor, name: str) -> Tensor:
     return mul(activate(gate, name), up)
 
 
-def _numbers(tape: Tape, name: str, like: Tensor, dtype: str = "int64") -> Tensor:
-    return tape.made(name, like.shape, dtype, (like,), Kind.TEMPORARY)
-
-
-def _sorted(tape: Tape, count: int) -> tuple[Tensor, Tensor]:
-    """torch.sort of whole numbers: values and their places."""
-    made = tape.launch("sort", (("", 8 * count), ("places", 8 * count)), Kind.TEMPORARY, moved=32 * count)
-    return tape.tensor(made[0], (count,), "int64"), tape.tensor(made[1], (count,), "int64")
-
-
-def _offsets(tape: Tape, count: int) -> tuple[Tensor, Tensor]:
-    """How many rows each expert has, and where they end; a running sum in another dtype is one of a copy."""
-    counts = tape.made("histc", (count,), "float32", kind=Kind.TEMPORARY)
-    return counts, tape.made("cumsum", (count,), "int32", (counts,), Kind.TEMPORARY, spent=(4 * count,))
+def _numbers(name: str, like: Tensor, dtype: str = "int64") -> Tensor:
+    return like.tape.made(name, like.shape, dtype, (like,), Kind.TEMPORARY)

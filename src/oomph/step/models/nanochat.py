@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from oomph.step.ops import Kind
-from oomph.step.tensor.attention import attend
+from oomph.step.tensor.attention import attend, window_mask
 from oomph.step.tensor.checkpoint import checkpoint
 from oomph.step.tensor.flash3 import flash_attention_3
 from oomph.step.tensor.functions import (
@@ -31,7 +31,7 @@ from oomph.step.tensor.functions import (
     transpose,
     unsqueeze,
 )
-from oomph.step.tensor.layout import Shape, contiguous_strides
+from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import cross_entropy, enter_loss
 from oomph.step.tensor.rms_norm import rms_norm
 from oomph.step.tensor.select import select
@@ -114,7 +114,7 @@ def model(m: Module, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
     """GPT.forward with targets: the loss alone."""
     c, tape, tokens = m.config, m.tape, idx.shape[1]
     dtype, t = c.dtype or "float32", m / "transformer"  # COMPUTE_DTYPE
-    cos, sin = _rotary(tape, c, dtype, tokens), _rotary(tape, c, dtype, tokens)
+    cos, sin = (_rotary(tape, c, name, dtype, tokens) for name in ("cos", "sin"))
     x = embedding(t / "wte", idx)
     x = to(x, dtype)
     x = rms_norm(x)
@@ -125,7 +125,7 @@ def model(m: Module, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
     for index in tape.layers:
         tape.block = index
         resid, first = (tape.parameter(name) for name in ("resid_lambdas", "x0_lambdas"))
-        x = add(mul(select(resid), x), mul(select(first), x0))
+        x = add(mul(select(resid, index), x), mul(select(first, index), x0))
         ve = to(embedding(m / "value_embeds" / index, idx), dtype) if has_value_embedding(c, index) else None
         x = _run(t / "h" / index, x, ve, cos, sin, seen[index])
         if index == c.n_layer // 2:
@@ -150,10 +150,10 @@ def smear_gate(m: Module, x: Tensor) -> Tensor:
     return mul(weight, squashed(linear(m / "smear_gate", seen), "sigmoid"))
 
 
-def _rotary(tape: Tape, c: Any, dtype: str, tokens: int) -> Tensor:
+def _rotary(tape: Tape, c: Any, name: str, dtype: str, tokens: int) -> Tensor:
     """The first rows of a table that is there before the program begins."""
-    half = c.n_embd // c.n_head // 2
-    return Tensor(tape, None, (1, tokens, 1, half), contiguous_strides((1, tokens, 1, half)), dtype)
+    table = tape.buffer(name, (1, ROTARY_TIMES * c.block_size, 1, c.n_embd // c.n_head // 2), dtype)
+    return part(table, 0, tokens, 1)
 
 
 def _run(m: Module, x: Tensor, ve: Tensor | None, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
@@ -214,27 +214,8 @@ def flash_attn_func(m: Module, q: Tensor, k: Tensor, v: Tensor, window: int | No
     q, k, v = transpose(q, 1, 2), transpose(k, 1, 2), transpose(v, 1, 2)
     if not windowed:
         return transpose(attend(q, k, v, kernel=kernel), 1, 2)
-    mask, _rows, _columns = _window_mask(m.tape, tokens)
+    mask, _rows, _columns = window_mask(m.tape, tokens)
     return transpose(attend(q, k, v, kernel=kernel, mask=mask), 1, 2)
-
-
-def _window_mask(tape: Tape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
-
-    def made(shape: Shape, dtype: str) -> Tensor:
-        return tape.made("mask", shape, dtype, kind=Kind.ATTENTION)
-
-    numbers = made((tokens,), "int64")
-    rows = made((tokens, 1), "int64")
-    del numbers
-    columns = made((tokens,), "int64")
-    before = made((tokens, tokens), "bool")
-    distances = made((tokens, tokens), "int64")
-    near = made((tokens, tokens), "bool")
-    del distances
-    mask = made((tokens, tokens), "bool")
-    del before, near
-    return mask, rows, columns
 
 
 @forward

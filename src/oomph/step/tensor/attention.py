@@ -73,14 +73,34 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, asked: str, rate: float, mask
 def _additive(mask: Tensor, dtype: str, aligned: bool) -> Tensor:
     """A boolean mask as numbers to add; the memory-efficient kernel wants rows that begin at a multiple of 8."""
     tape = mask.tape
-    scalars = [tape.made("scalar", (), dtype) for _ in range(2)]
-    added = pointwise("where", mask, dtype=dtype)
-    del scalars
+    shown, hidden = (tape.made(name, (), dtype) for name in ("full_0", "full_-inf"))
+    added = pointwise("where", mask, shown, hidden, dtype=dtype)
+    del shown, hidden
     columns = mask.shape[-1]
     if aligned and columns % 8:
         wide = (*mask.shape[:-1], columns + 8 - columns % 8)
         added = tape.made("aligned", wide, dtype, (added,))
     return added
+
+
+@primitive
+def window_mask(tape: Tape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
+
+    def made(shape: Shape, dtype: str) -> Tensor:
+        return tape.made("mask", shape, dtype, kind=Kind.ATTENTION)
+
+    numbers = made((tokens,), "int64")
+    rows = made((tokens, 1), "int64")
+    del numbers
+    columns = made((tokens,), "int64")
+    before = made((tokens, tokens), "bool")
+    distances = made((tokens, tokens), "int64")
+    near = made((tokens, tokens), "bool")
+    del distances
+    mask = made((tokens, tokens), "bool")
+    del before, near
+    return mask, rows, columns
 
 
 class _Sizes:

@@ -8,11 +8,13 @@ from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.functions import pointwise, raised
 from oomph.step.tensor.layout import ITEM_BYTES, numel
+from oomph.step.tensor.tape import primitive
 from oomph.step.tensor.tensor import Storage, Tensor
 
 _ALIGNMENT_BYTES = 16  # a row of a grouped product begins at a multiple of this
 
 
+@primitive
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """torch.topk over the last dimension: values and indices, which are kept. Backward scatters into zeros."""
     tape = x.tape
@@ -27,6 +29,39 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
+@primitive
+def sort(x: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.sort of whole numbers: values and their places."""
+    tape, size = x.tape, x.bytes
+    made = tape.launch("sort", (("", size), ("places", 8 * x.numel)), Kind.TEMPORARY, moved=4 * size)
+    return tape.tensor(made[0], x.shape, x.dtype), tape.tensor(made[1], x.shape, "int64")
+
+
+@primitive
+def histc(x: Tensor, bins: int) -> Tensor:
+    """torch.histc: how many numbers are in each bin."""
+    return x.tape.made("histc", (bins,), x.dtype, kind=Kind.TEMPORARY)
+
+
+@primitive
+def running_total(x: Tensor, dtype: str) -> Tensor:
+    """x.cumsum(0, dtype=dtype): one of a copy, where the dtype is another."""
+    spent = (x.numel * ITEM_BYTES[dtype],)
+    return x.tape.made("cumsum", x.shape, dtype, (x,), Kind.TEMPORARY, spent=spent)
+
+
+@primitive
+def inverse(places: Tensor) -> Tensor:
+    """The permutation that undoes another: its own numbers written to the places."""
+    tape = places.tape
+    found = tape.made("empty_like", places.shape, "int64", (places,), Kind.TEMPORARY)
+    order = tape.made("arange", places.shape, "int64", (places,), Kind.TEMPORARY)
+    tape.note("index_put", Kernel.INDEX, 2 * places.bytes)
+    del order
+    return found
+
+
+@primitive
 def take(x: Tensor, rows: Tensor) -> Tensor:
     """x[rows]: keeps which rows; backward adds into zeros."""
     node = x.tape.node(_scatter, x)
@@ -47,6 +82,7 @@ def _scatter(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     return [zeros]
 
 
+@primitive
 def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """x.sum(dim), in float32 under a GPU's autocast. Backward sees each sum's gradient often."""
     x = raised(x)
@@ -67,6 +103,7 @@ def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return node.attach(out) if node else out
 
 
+@primitive
 def divide_into(x: Tensor, y: Tensor) -> Tensor:
     """x /= y: keeps y, and a copy of what x was."""
     tape = x.tape
@@ -92,6 +129,7 @@ def _division_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     return [pointwise("div.dx", grad, y), dy]
 
 
+@primitive
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets): the rows of each group by a matrix of their own.
 

@@ -11,14 +11,16 @@ from oomph.step.kernels import flash3_backward_bytes, flash_lse_bytes
 from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.layout import dense_strides_like
+from oomph.step.tensor.tape import primitive
 from oomph.step.tensor.tensor import Tensor
 
 
+@primitive
 def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Keeps queries, keys, values, the output and a logsumexp; takes grouped queries and windows without a mask."""
     tape = q.tape
     batch, tokens, heads, size = q.shape
-    flops = 4 * batch * heads * size * _scores(tokens, window)
+    flops = 4 * batch * heads * size * scores_of(tokens, window)
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         _saved = node.unpack()  # alive while this runs
@@ -50,7 +52,7 @@ def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None
     return out
 
 
-def _scores(tokens: int, window: int | None) -> int:
+def scores_of(tokens: int, window: int | None) -> int:
     """How many pairs of a token and one it sees there are; a window leaves so many before the token itself."""
     seen = tokens if window is None else min(tokens, window + 1)
     return seen * (seen + 1) // 2 + (tokens - seen) * seen

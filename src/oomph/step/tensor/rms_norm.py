@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from oomph.step.ops import Kernel
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.functions import mean, mul, rsqrt, square, to
+from oomph.step.tensor.tape import primitive
 from oomph.step.tensor.tensor import Tensor
 
 
+@primitive
 def rms_norm(x: Tensor) -> Tensor:
     """F.rms_norm(x, (x.size(-1),)): CUDA's `_fused_rms_norm` keeps its input and each row's deviation in float32."""
     tape = x.tape

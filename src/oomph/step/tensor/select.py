@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oomph.step.tensor.autograd import Gradients, Node
+from oomph.step.tensor.tape import primitive
 from oomph.step.tensor.tensor import Tensor
 
 
-def select(x: Tensor) -> Tensor:
-    """x[index], whichever it is; backward writes its gradient into zeros."""
+@primitive
+def select(x: Tensor, index: int) -> Tensor:
+    """x[index]; backward writes its gradient into zeros."""
+    del index  # which only a recorded program needs
     node = x.tape.node(_backward, x)
     out = x.seen(x.shape[1:], x.strides[1:])
     return node.attach(out) if node else out

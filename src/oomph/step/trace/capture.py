@@ -25,7 +25,7 @@ from torch.fx import traceback as fx_traceback
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomph.step.trace.checkpoint import marking_checkpoints
-from oomph.step.trace.cuda_rules import ATTENTION, following
+from oomph.step.trace.cuda_rules import ATTENTION, following, rms_norm
 from oomph.step.trace.cuda_rules import attention as attention_as_cuda
 from oomph.step.trace.fakes import drawing_ones, grouping_floats
 from oomph.step.trace.hugging_face import deciding_as_compiled
@@ -88,7 +88,7 @@ def capture(
         stack.enter_context(grouping_floats())
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         if cuda:
-            kernels = {ATTENTION: attention_as_cuda(attention)}
+            kernels = {ATTENTION: attention_as_cuda(attention), "rms_norm": rms_norm}
             stack.enter_context(following(casts=True, kernels=kernels, keys=("AutogradCPU", "CPU")))
             # A recomputed attention would be given a real card's random generator, which allocates nothing.
             stack.enter_context(mock.patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import _decomp
 from torch._C import DispatchKey, DispatchKeySet
 
 from oomph.config.settle import FLASH_HEAD_SIZE
@@ -165,6 +166,35 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 def composed(name: str, *args: Any, **kwargs: Any) -> Any:
     """An operator as PyTorch composes it of others."""
     return _overload(name)._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
+    """rms_norm as a compiled graph has it on CUDA: `_fused_rms_norm` and its own backward, each decomposed.
+
+    The CPU composes it of operators that are differentiated one by one; so does CUDA for a weight of another dtype.
+    """
+    if weight is not None and weight.dtype is not x.dtype:
+        return composed("rms_norm", x, shape, weight, eps)
+    return _FusedRmsNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What derivatives.yaml says of `_fused_rms_norm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> torch.Tensor:
+        out, rstd = _decomp.decompositions._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+        x, rstd, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        back = _decomp.decompositions._fused_rms_norm_backward
+        dx, dw = back(grads[0], x, ctx.shape, rstd, weight, wanted)
+        return dx, None, dw, None
 
 
 @contextlib.contextmanager

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from oomph.step import kernels
-from oomph.step.compile.decompose.nodes import as_dtype, as_float32, attach, constant, pointwise, recorder_of, reduction
+from oomph.step.compile.decompose.nodes import (
+    Result,
+    as_dtype,
+    as_float32,
+    attach,
+    called,
+    constant,
+    pointwise,
+    recorder_of,
+    reduction,
+)
 from oomph.step.compile.graph import How, Recorder
 from oomph.step.ops import Kind
 from oomph.step.tensor import functions as F
 from oomph.step.tensor.attention import _Sizes, _token_major, _unit
 from oomph.step.tensor.autograd import Gradients, Node
+from oomph.step.tensor.flash3 import scores_of
 from oomph.step.tensor.layout import (
     Shape,
     dense_strides_like,
@@ -24,16 +36,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
     recorder, s = recorder_of(q), _Sizes(q)
     cuda, flash = recorder.cuda, kernel == "flash"
     masks = (F.expand(mask, *q.shape[:3], k.shape[2]),) if mask is not None else ()
-
-    def called(op: str, reads: Sequence[Tensor], flops: int, spent: Sequence[int]) -> Tensor:
-        facts = {"shape": s.shape, "flops": flops, "dtype": _unit(recorder, s), "spent": spent}
-        return recorder.record(op, How.CALL, reads, (), q.dtype, kind=Kind.ATTENTION, facts=facts)
-
-    def items(call: Tensor, shapes: Sequence[tuple[Shape, str, Shape | None]]) -> list[Tensor]:
-        return [
-            recorder.record("item", How.ITEM, (call,), shape, dtype, strides, key=index, kind=Kind.ATTENTION)
-            for index, (shape, dtype, strides) in enumerate(shapes)
-        ]
+    facts: dict[str, Any] = {"kind": Kind.ATTENTION, "shape": s.shape, "dtype": _unit(recorder, s)}
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
@@ -45,20 +48,40 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
             spent = kernels.flash_backward_bytes(*shape, k.shape[1])
         else:
             spent = kernels.efficient_backward_bytes(*shape, s.half, v.shape[3])
-        call = called("attention_backward", (grad, q, k, v, *masks, *outs), 5 * s.flops // 2, spent)
         by_query = cuda and flash
         like = [dense_strides_like(t.shape, t.strides) if by_query else _token_major(t.shape) for t in (q, k, v)]
-        return items(call, [(t.shape, t.dtype, strides) for t, strides in zip((q, k, v), like, strict=True)])
+        results = [(t.shape, t.dtype, strides) for t, strides in zip((q, k, v), like, strict=True)]
+        reads = (grad, q, k, v, *masks, *outs)
+        return called("attention_backward", reads, results, flops=5 * s.flops // 2, spent=spent, **facts)
 
     node = recorder.node(backward, q, k, v)
     spent = () if cuda else (kernels.cpu_flash_bytes(recorder.threads, s.tokens, s.head_size, s.half),)
-    call = called("attention", (q, k, v, *masks), s.flops, spent)
     rows = s.tokens if flash or not cuda else kernels.efficient_rows(s.tokens)
     strides = _token_major(q.shape) if cuda and not flash else dense_strides_like(q.shape, q.strides)
     state: list[Shape] = [] if not cuda else [(2,), ()] if flash else [(), ()]
-    sums = (s.batch, s.heads, rows)
-    outs = items(call, [(q.shape, q.dtype, strides), (sums, "float32", None), *((a, "int64", None) for a in state)])
+    sums: Result = ((s.batch, s.heads, rows), "float32", None)
+    results: list[Result] = [(q.shape, q.dtype, strides), sums, *((each, "int64", None) for each in state)]
+    outs = called("attention", (q, k, v, *masks), results, flops=s.flops, spent=spent, **facts)
     return attach(node, outs[0].detach())
+
+
+def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """FlashAttention 3: its output and a logsumexp."""
+    batch, tokens, heads, size = q.shape
+    flops = 4 * batch * heads * size * scores_of(tokens, window)
+    facts: dict[str, Any] = {"kind": Kind.ATTENTION, "shape": (batch, heads, tokens, size), "dtype": q.dtype}
+
+    def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        assert grads[0] is not None
+        spent = kernels.flash3_backward_bytes(batch, heads, tokens, size, k.shape[2])
+        results = [(each.shape, each.dtype, None) for each in (q, k, v)]
+        reads = (grads[0], q, k, v, out, sums)
+        return called("attention_backward", reads, results, flops=5 * flops // 2, spent=spent, **facts)
+
+    node = q.tape.node(backward, q, k, v)
+    found: list[Result] = [(q.shape, q.dtype, None), ((batch, heads, tokens), "float32", None)]
+    out, sums = called("attention", (q, k, v), found, flops=flops, **facts)
+    return attach(node, out.detach())
 
 
 def _softmax_slope(grad: Tensor, out: Tensor) -> Tensor:
@@ -95,11 +118,26 @@ def masked(scores: Tensor, mask: Tensor) -> Tensor:
     return attach(node, pointwise("where", mask, scores, dtype=scores.dtype))
 
 
+def window_mask(tape: Recorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
+    numbers = tape.record("arange", How.CONSTANT, (), (tokens,), "int64", kind=Kind.INPUTS)
+    rows, columns = pointwise("add_0", F.unsqueeze(numbers, 1)), F.unsqueeze(numbers, 0)
+    before = pointwise("le", columns, rows, dtype="bool")
+    near = pointwise("le_window", pointwise("sub", rows, columns), dtype="bool")
+    return pointwise("and", before, near), rows, columns
+
+
 def _causal_bias(tape: Recorder, rows: int, columns: int) -> Tensor:
-    """Zero or minus infinity for each query and key."""
+    """Zero or minus infinity for each query and key.
+
+    The rows are unsqueezed at -1, the columns at -2, and Python's hash of both is the same: AOTAutograd, which looks
+    for equal operations by it (fx_graph_cse), never finds the rows again, nor what follows from them.
+    """
     place = tape.record("arange", How.CONSTANT, (), (columns,), "int64", kind=Kind.INPUTS)
     other = tape.record("arange", How.CONSTANT, (), (rows,), "int64", kind=Kind.INPUTS)
-    flags = pointwise("le", pointwise("sub", F.unsqueeze(place, 0), F.unsqueeze(other, 1)), dtype="bool")
+    anew = len(tape.values)
+    turned = tape.record("unsqueeze", How.VIEW, (other,), (rows, 1), "int64", (1, 1), key=anew)
+    flags = pointwise("le", pointwise("sub", F.unsqueeze(place, 0), turned), dtype="bool")
     flags = pointwise("and", flags, constant(flags, "full", (rows, columns), "bool"))
     zero, least = (constant(flags, name, (), "float32") for name in ("full_0", "full_-inf"))
     return pointwise("where", flags, zero, least, dtype="float32")

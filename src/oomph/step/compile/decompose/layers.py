@@ -61,7 +61,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: Kind | 
     outputs, inputs = weight.shape
     turned = _turned(weight)
     rows = x.numel // inputs
-    flat = x.seen((rows, inputs), contiguous_strides((rows, inputs)))
+    flat = F._reshaped(x, (rows, inputs))
     out = _multiplied(flat, turned, *((bias,) if bias is not None else ()), kind=kind)
     wide = (*shape[:-1], outputs)
     return attach(node, out.seen(wide, contiguous_strides(wide)))
@@ -204,14 +204,18 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 def squashed(x: Tensor, name: str) -> Tensor:
-    """relu and tanh: one node; backward reads the result."""
+    """relu, tanh and sigmoid: one node; backward reads the result."""
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
         assert grad is not None
         if name == "relu":
             return [pointwise("where", pointwise("le", out, dtype="bool"), grad, dtype=grad.dtype)]
-        slope = pointwise("1_sub", pointwise("mul", as_float32(out), as_float32(out)))
+        wide = as_float32(out)
+        if name == "tanh":
+            slope = pointwise("1_sub", pointwise("mul", wide, wide))
+        else:
+            slope = pointwise("mul", wide, pointwise("1_sub", wide))
         return [as_dtype(pointwise("mul", as_float32(grad), slope), grad.dtype)]
 
     node = x.tape.node(backward, x)
@@ -244,8 +248,7 @@ def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     recorder = recorder_of(x)
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
-        parts = [each for each in grads if each is not None]
-        return [recorder.record("cat", How.CAT, parts, node.shapes[0], x.dtype)]
+        return [_joined([each for each in grads if each is not None], len(node.shapes[0]) - 1, x.dtype)]
 
     node = recorder.node(backward, x)
     call = recorder.record("split", How.CALL, (x,), x.shape, x.dtype, view=True)
@@ -268,9 +271,10 @@ def part(x: Tensor, low: int, high: int, dim: int = -1) -> Tensor:
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
         assert grad is not None
-        zeros = constant(grad, "full", node.shapes[0], grad.dtype)
-        shape = node.shapes[0]
-        return [recorder_of(grad).record("slice_scatter", How.POINTWISE, (zeros, grad), shape, grad.dtype, key=low)]
+        shape, places = node.shapes[0], (dim, (0, low))
+        zeros = constant(grad, "full", shape, grad.dtype)
+        write = recorder_of(grad).record
+        return [write("slice_scatter", How.POINTWISE, (zeros, grad), shape, grad.dtype, key=places, places=places)]
 
     node = x.tape.node(backward, x)
     assert isinstance(x, Traced)
@@ -297,8 +301,15 @@ def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
         ]
 
     node = first.tape.node(backward, *parts)
+    return attach(node, _joined(parts, dim, dtype))
+
+
+def _joined(parts: Sequence[Tensor], dim: int, dtype: str) -> Tensor:
+    """Side by side along a dimension."""
+    first, sizes = parts[0], [each.shape[dim] for each in parts]
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
-    return attach(node, recorder_of(first).record("cat", How.CAT, parts, shape, dtype))
+    starts = tuple([sum(sizes[:index]) for index in range(len(sizes))])
+    return recorder_of(first).record("cat", How.CAT, parts, shape, dtype, key=dim, places=(dim, starts))
 
 
 # --- embeddings --------------------------------------------------------------------------------------------------

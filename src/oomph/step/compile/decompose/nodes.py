@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from oomph.step.compile.graph import How, Recorder
+from oomph.step.ops import Kind
 from oomph.step.tensor import functions as F
 from oomph.step.tensor.autograd import Node
 from oomph.step.tensor.layout import (
@@ -31,6 +35,21 @@ def reduction(op: str, x: Tensor, shape: Shape, dtype: str | None = None) -> Ten
 def constant(x: Tensor, op: str, shape: Shape, dtype: str) -> Tensor:
     """A node that reads nothing, in the program of x."""
     return recorder_of(x).record(op, How.CONSTANT, (), shape, dtype)
+
+
+Result = tuple[Shape, str, Shape | None]  # shape, dtype and, where it is not contiguous, strides
+
+
+def called(
+    op: str, reads: Sequence[Tensor], results: Sequence[Result], kind: Kind | None = None, **facts: Any
+) -> list[Tensor]:
+    """What a kernel returns that the graph does not look into; `facts` are those of its operation."""
+    recorder = recorder_of(reads[0])
+    call = recorder.record(op, How.CALL, reads, (), reads[0].dtype, kind=kind, facts=facts)
+    return [
+        recorder.record("item", How.ITEM, (call,), shape, dtype, strides, key=index, kind=kind)
+        for index, (shape, dtype, strides) in enumerate(results)
+    ]
 
 
 def as_float32(x: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Numbers and rows taken from tensors by their place, sorted and counted, in smaller operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oomph.step.compile.decompose.nodes import attach, called, constant, recorder_of
+from oomph.step.compile.graph import How, Traced
+from oomph.step.ops import Kernel
+from oomph.step.tensor.autograd import Gradients, Node
+from oomph.step.tensor.layout import Shape
+from oomph.step.tensor.tensor import Tensor
+
+
+def select(x: Tensor, index: int) -> Tensor:
+    """x[index]; backward writes its gradient into zeros, number by number."""
+
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        grad, shape = grads[0], node.shapes[0]
+        assert grad is not None
+        reads = (constant(grad, "full", shape, grad.dtype), grad)
+        return [recorder_of(grad).record("select_scatter", How.POINTWISE, reads, shape, grad.dtype, key=index)]
+
+    node = x.tape.node(backward, x)
+    assert isinstance(x, Traced)
+    return attach(node, x.seen(x.shape[1:], x.strides[1:], index * x.strides[0], "select"))
+
+
+def _written(start: Tensor, places: Tensor, rows: Tensor, fallback: bool = False) -> Tensor:
+    """Rows written or added to their places of a tensor; `fallback`: by PyTorch's own kernel."""
+    reads = (start, places, rows)
+    return recorder_of(rows).record("index_put", How.SCATTER, reads, start.shape, rows.dtype, fallback=fallback)
+
+
+def _zeros(like: Tensor, shape: Shape) -> Tensor:
+    return constant(like, "full", shape, like.dtype)
+
+
+def take(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]; backward adds the rows into zeros. Before Hopper no kernel of inductor's adds bfloat16 so."""
+    recorder = recorder_of(x)
+
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        grad = grads[0]
+        assert grad is not None
+        fallback = recorder.cuda and grad.dtype == "bfloat16"
+        return [_written(_zeros(grad, node.shapes[0]), rows, grad, fallback)]
+
+    node = recorder.node(backward, x)
+    shape = (rows.numel, *x.shape[1:])
+    return attach(node, recorder.record("index", How.POINTWISE, (x, rows), shape, x.dtype, gathers=True))
+
+
+def inverse(places: Tensor) -> Tensor:
+    """The permutation that undoes another: its own numbers written to the places of an empty tensor, never shared."""
+    recorder = recorder_of(places)
+    start = recorder.record("empty", How.CONSTANT, (), places.shape, "int64", key=len(recorder.values))
+    return _written(start, places, constant(places, "arange", places.shape, "int64"))
+
+
+def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """torch.topk over the last dimension; backward writes into zeros."""
+
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        assert grads[0] is not None
+        return [_written(_zeros(grads[0], node.shapes[0]), indices, grads[0])]
+
+    node = x.tape.node(backward, x)
+    shape = (*x.shape[:-1], count)
+    values, indices = called("topk", (x,), [(shape, x.dtype, None), (shape, "int64", None)], kernel=Kernel.REDUCTION)
+    return attach(node, values), indices
+
+
+def sort(x: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.sort: values and their places. Inductor's own kernel for rows of up to 512 is not distinguished."""
+    values, places = called("sort", (x,), [(x.shape, x.dtype, None), (x.shape, "int64", None)], kernel=Kernel.POINTWISE)
+    return values, places
+
+
+def histc(x: Tensor, bins: int) -> Tensor:
+    """torch.histc."""
+    return called("histc", (x,), [((bins,), x.dtype, None)], kernel=Kernel.POINTWISE)[0]
+
+
+def running_total(x: Tensor, dtype: str) -> Tensor:
+    """x.cumsum(0, dtype=dtype): a kernel of its own, that is never computed again."""
+    return called("cumsum", (x,), [(x.shape, dtype, None)], kernel=Kernel.REDUCTION)[0]
