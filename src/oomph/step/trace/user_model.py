@@ -72,13 +72,14 @@ class _Stack:
     def cuts(self, compiled: bool) -> list[Cut]:
         """Which blocks may be left out, the cheapest to trace first.
 
-        Compiled, a few blocks at both ends are unlike the others, and memory may be reused in turns of two.
+        Compiled, up to four blocks at the front and two at the back are unlike the others, and memory may be reused in
+        turns of two.
         """
         starts = ((period, start) for period in _PERIODS for start in range(3) if self._repeats(period, start))
         period, start = next(starts, (0, 0))
         if not period:
             return []
-        sides = ((start + 3, 1, (1, 2)),) if compiled else ((start, 0, (1,)), (start + 1, 1, (1,)))
+        sides = ((start + 4, 2, (1, 2)),) if compiled else ((start, 0, (1,)), (start + 1, 1, (1,)))
         return [cut for head, tail, turns in sides if (cut := self._cut(head, tail, [period * n for n in turns]))]
 
     def _cut(self, head: int, tail: int, periods: Sequence[int]) -> Cut | None:
