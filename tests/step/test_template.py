@@ -90,7 +90,7 @@ def test_one_sequence_and_ragged_lengths_have_templates_of_their_own(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "layers"), [("llama", 14), ("gpt_neox", 14)])
+@pytest.mark.parametrize(("family", "layers"), [("llama", 14)])
 def test_a_compiled_template_is_the_compiled_trace(tmp_path: Path, family: str, layers: int) -> None:
     spec = config_file(tmp_path, family, layers)
     config = settled(compile=True, batch_size=4, block_size=256)
