@@ -24,7 +24,8 @@ from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import parameters
 from oomph.step.precision import precision
 from oomph.step.tensor.autograd import run_backward
-from oomph.step.tensor.functions import scale, to
+from oomph.step.tensor.casts import to
+from oomph.step.tensor.elementwise import scale
 from oomph.step.tensor.layout import ITEM_BYTES
 from oomph.step.tensor.tape import Module, Tape
 from oomph.step.tensor.tensor import Storage, Tensor

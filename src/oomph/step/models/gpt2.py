@@ -8,26 +8,15 @@ from oomph.config.schema import TrainConfig
 from oomph.step.ops import Kind
 from oomph.step.tensor.attention import attend, masked, softmax
 from oomph.step.tensor.checkpoint import checkpoint
-from oomph.step.tensor.functions import (
-    activation,
-    add,
-    arange,
-    contiguous,
-    dropout,
-    embedding,
-    layer_norm,
-    linear,
-    matmul,
-    pointwise,
-    reshape,
-    scale,
-    split,
-    transpose,
-)  # fmt: skip
+from oomph.step.tensor.elementwise import activation, add, dropout, pointwise, scale
+from oomph.step.tensor.indexing import arange, embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import chunked_cross_entropy, cross_entropy, enter_loss
+from oomph.step.tensor.norms import layer_norm
+from oomph.step.tensor.products import linear, matmul
 from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import contiguous, reshape, split, transpose
 
 
 def parameters(c: TrainConfig) -> Iterator[tuple[str, Shape]]:

@@ -17,22 +17,15 @@ from oomph.step.models.llama import (
     run_layer,
 )
 from oomph.step.ops import Kind
-from oomph.step.tensor.activations import activate
-from oomph.step.tensor.functions import (
-    add,
-    contiguous,
-    dropout,
-    embedding,
-    layer_norm,
-    linear,
-    reshape,
-    split,
-    transpose,
-)
+from oomph.step.tensor.elementwise import activate, add, dropout
+from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import enter_loss
+from oomph.step.tensor.norms import layer_norm
+from oomph.step.tensor.products import linear
 from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import contiguous, reshape, split, transpose
 
 
 def parameters(c: Any) -> Iterator[tuple[str, Shape]]:

@@ -13,37 +13,30 @@ from typing import Any
 from oomph.config.schema import NEWEST_TRANSFORMERS, release
 from oomph.step.models import moe
 from oomph.step.ops import Kind
-from oomph.step.tensor.activations import activate
 from oomph.step.tensor.attention import FLASH_HEAD_SIZE, attend, repeat_heads, softmax
+from oomph.step.tensor.casts import to
 from oomph.step.tensor.checkpoint import checkpoint
-from oomph.step.tensor.functions import (
+from oomph.step.tensor.elementwise import (
+    activate,
     add,
-    cat,
-    contiguous,
     dropout,
-    embedding,
-    linear,
-    matmul,
     mean,
     mul,
     neg,
-    part,
     pointwise,
-    reshape,
     rsqrt,
     scale,
     shift,
-    split,
     square,
     squashed,
-    to,
-    transpose,
-    unsqueeze,
-)  # fmt: skip
+)
+from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import cross_entropy, enter_loss
+from oomph.step.tensor.products import linear, matmul
 from oomph.step.tensor.tape import Module, Tape, forward
 from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import cat, contiguous, part, reshape, split, transpose, unsqueeze
 
 GEMMAS = ("gemma2", "gemma3_text")
 # What transformers did before these releases, from its history: ...

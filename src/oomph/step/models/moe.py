@@ -6,23 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from oomph.step.ops import Kind
-from oomph.step.tensor.activations import activate
 from oomph.step.tensor.attention import softmax
-from oomph.step.tensor.experts import (
-    divide_into,
-    grouped_product,
-    histc,
-    inverse,
-    running_total,
-    sort,
-    take,
-    topk,
-    total,
-)
-from oomph.step.tensor.functions import linear, mul, reshape, split, to, unsqueeze
+from oomph.step.tensor.casts import to
+from oomph.step.tensor.elementwise import activate, divide_into, mul, total
+from oomph.step.tensor.indexing import histc, inverse, running_total, sort, take, topk
 from oomph.step.tensor.layout import Shape
+from oomph.step.tensor.products import grouped_product, linear
 from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import reshape, split, unsqueeze
 
 FAMILIES = ("mixtral", "qwen3_moe")
 

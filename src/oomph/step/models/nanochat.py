@@ -10,33 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from oomph.step.ops import Kind
-from oomph.step.tensor.attention import attend, window_mask
+from oomph.step.tensor.attention import attend, flash_attention_3, window_mask
+from oomph.step.tensor.casts import to
 from oomph.step.tensor.checkpoint import checkpoint
-from oomph.step.tensor.flash3 import flash_attention_3
-from oomph.step.tensor.functions import (
-    add,
-    cat,
-    contiguous,
-    embedding,
-    mul,
-    part,
-    pointwise,
-    product,
-    reshape,
-    scale,
-    square,
-    squashed,
-    sub,
-    to,
-    transpose,
-    unsqueeze,
-)
+from oomph.step.tensor.elementwise import add, mul, pointwise, scale, square, squashed, sub
+from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import cross_entropy, enter_loss
-from oomph.step.tensor.rms_norm import rms_norm
-from oomph.step.tensor.select import select
+from oomph.step.tensor.norms import rms_norm
+from oomph.step.tensor.products import product
 from oomph.step.tensor.tape import Module, Tape, forward
 from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import cat, contiguous, part, reshape, select, transpose, unsqueeze
 
 VOCABULARY_MULTIPLE = 64
 ROTARY_TIMES = 10  # the tables of cosines and sines are so many times as long as a sequence

@@ -8,21 +8,15 @@ from typing import Any
 
 from oomph.step.models.llama import attention_interface, causal_lm_loss, causal_mask, heads, remembered, run_layer
 from oomph.step.ops import Kind
-from oomph.step.tensor.activations import activate
-from oomph.step.tensor.functions import (
-    add,
-    contiguous,
-    dropout,
-    embedding,
-    layer_norm,
-    linear,
-    reshape,
-    scale,
-)
+from oomph.step.tensor.elementwise import activate, add, dropout, scale
+from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import enter_loss
+from oomph.step.tensor.norms import layer_norm
+from oomph.step.tensor.products import linear
 from oomph.step.tensor.tape import Module, Tape, forward
 from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import contiguous, reshape
 
 _OFFSET = 2  # rows of the table of positions that no token uses
 

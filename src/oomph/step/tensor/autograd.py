@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from oomph.step.ops import Kernel, Kind
-from oomph.step.tensor.layout import Shape, contiguous_strides, elementwise, is_dense
+from oomph.step.tensor.layout import Shape, contiguous_strides, is_dense, result_layout
 from oomph.step.tensor.tensor import Storage, Tensor
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _meet(slots: Gradients, slot: int, results: Gradients, index: int) -> None:
     if _is_alone(old):
         tape.note("add", Kernel.POINTWISE, moved=2 * old.bytes + grad.bytes)
         return
-    shape, strides = elementwise(((old.shape, old.strides), (grad.shape, grad.strides)))
+    shape, strides = result_layout(((old.shape, old.strides), (grad.shape, grad.strides)))
     kind = old.storage.kind if old.storage is not None else Kind.TEMPORARY
     slots[slot] = tape.made("add", shape, old.dtype, (old, grad), kind, strides=strides)
 

@@ -63,7 +63,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
 
 def dense_strides_like(shape: Shape, strides: Shape) -> Shape:
     """Strides of `empty_like`: the dimensions' order is kept where the tensor is dense, else contiguous."""
-    return strides if is_dense(shape, strides) else elementwise(((shape, strides),))[1]
+    return strides if is_dense(shape, strides) else result_layout(((shape, strides),))[1]
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape:
@@ -84,7 +84,7 @@ def promote(dtypes: Sequence[str]) -> str:
     return best
 
 
-def elementwise(operands: Sequence[tuple[Shape, Shape]]) -> tuple[Shape, Shape]:
+def result_layout(operands: Sequence[tuple[Shape, Shape]]) -> tuple[Shape, Shape]:
     """Shape and strides of an elementwise result: dimensions in the operands' order, as TensorIterator sorts them."""
     shape = broadcast([shape for shape, _ in operands])
     first = operands[0]

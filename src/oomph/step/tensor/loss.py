@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from oomph.step.ops import Kernel, Kind, Phase
 from oomph.step.tensor.autograd import Gradients, Node
-from oomph.step.tensor.functions import reshape, to
+from oomph.step.tensor.casts import to
 from oomph.step.tensor.layout import HALVES, ITEM_BYTES
 from oomph.step.tensor.tape import Tape, primitive
 from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import reshape
 
 _GROUP = 8  # rows of the head that a compiled loss pads it to, as in training.loss
 _WRITTEN_CHUNKS = 3  # of equal ones: the allocator serves each as it served the one before

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from oomph.step.compile.decompose import attention, experts, indexing, layers, loss, norm
+from oomph.step.compile.decompose import attention, elementwise, indexing, loss, norms, products, views
 
 RULES: dict[str, Callable[..., Any]] = {
     rule.__name__: rule
     for rule in (
-        layers.product, layers.addmm, layers.matmul, layers.layer_norm, layers.mean, layers.activation,
-        layers.squashed, layers.dropout, layers.split, layers.part, layers.cat, layers.embedding, layers.arange,
-        norm.rms_norm, indexing.select, indexing.take, indexing.inverse, indexing.topk, indexing.sort, indexing.histc,
-        indexing.running_total, experts.total, experts.divide_into, experts.grouped_product, attention._fused,
-        attention.flash_attention_3, attention.softmax, attention.masked, attention.window_mask,
-        attention._causal_bias, attention._biased, attention._safe_softmax, attention.checkpoint, loss.cross_entropy,
-        loss.chunked_cross_entropy,
+        elementwise.mean, elementwise.activation, elementwise.squashed, elementwise.dropout, elementwise.total,
+        elementwise.divide_into, views.split, views.part, views.cat, views.select, products.product, products.addmm,
+        products.matmul, products.grouped_product, norms.layer_norm, norms.rms_norm, indexing.embedding,
+        indexing.arange, indexing.take, indexing.inverse, indexing.topk, indexing.sort, indexing.histc,
+        indexing.running_total, attention._fused, attention.flash_attention_3, attention.softmax, attention.masked,
+        attention.window_mask, attention._causal_bias, attention._biased, attention._safe_softmax, attention.checkpoint,
+        loss.cross_entropy, loss.chunked_cross_entropy,
     )
 }  # fmt: skip

@@ -19,10 +19,9 @@ from oomph.step.compile.decompose.nodes import (
 )
 from oomph.step.compile.graph import How, Recorder
 from oomph.step.ops import Kind
-from oomph.step.tensor import functions as F
-from oomph.step.tensor.attention import _Sizes, _token_major, _unit
+from oomph.step.tensor import elementwise, views
+from oomph.step.tensor.attention import _Sizes, _token_major, _unit, scores_of
 from oomph.step.tensor.autograd import Gradients, Node
-from oomph.step.tensor.flash3 import scores_of
 from oomph.step.tensor.layout import (
     Shape,
     dense_strides_like,
@@ -35,7 +34,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
     del rate
     recorder, s = recorder_of(q), _Sizes(q)
     cuda, flash = recorder.cuda, kernel == "flash"
-    masks = (F.expand(mask, *q.shape[:3], k.shape[2]),) if mask is not None else ()
+    masks = (views.expand(mask, *q.shape[:3], k.shape[2]),) if mask is not None else ()
     facts: dict[str, Any] = {"kind": Kind.ATTENTION, "shape": s.shape, "dtype": _unit(recorder, s)}
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
@@ -121,7 +120,7 @@ def masked(scores: Tensor, mask: Tensor) -> Tensor:
 def window_mask(tape: Recorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
     numbers = tape.record("arange", How.CONSTANT, (), (tokens,), "int64", kind=Kind.INPUTS)
-    rows, columns = pointwise("add_0", F.unsqueeze(numbers, 1)), F.unsqueeze(numbers, 0)
+    rows, columns = pointwise("add_0", views.unsqueeze(numbers, 1)), views.unsqueeze(numbers, 0)
     before = pointwise("le", columns, rows, dtype="bool")
     near = pointwise("le_window", pointwise("sub", rows, columns), dtype="bool")
     return pointwise("and", before, near), rows, columns
@@ -137,7 +136,7 @@ def _causal_bias(tape: Recorder, rows: int, columns: int) -> Tensor:
     other = tape.record("arange", How.CONSTANT, (), (rows,), "int64", kind=Kind.INPUTS)
     anew = len(tape.values)
     turned = tape.record("unsqueeze", How.VIEW, (other,), (rows, 1), "int64", (1, 1), key=anew)
-    flags = pointwise("le", pointwise("sub", F.unsqueeze(place, 0), turned), dtype="bool")
+    flags = pointwise("le", pointwise("sub", views.unsqueeze(place, 0), turned), dtype="bool")
     flags = pointwise("and", flags, constant(flags, "full", (rows, columns), "bool"))
     zero, least = (constant(flags, name, (), "float32") for name in ("full_0", "full_-inf"))
     return pointwise("where", flags, zero, least, dtype="float32")
@@ -145,7 +144,7 @@ def _causal_bias(tape: Recorder, rows: int, columns: int) -> Tensor:
 
 def _biased(scores: Tensor, bias: Tensor) -> Tensor:
     """scores + bias."""
-    return F.add(scores, bias)
+    return elementwise.add(scores, bias)
 
 
 def _safe_softmax(scores: Tensor) -> Tensor:

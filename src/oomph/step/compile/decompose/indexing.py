@@ -4,26 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oomph.step.compile.decompose.nodes import attach, called, constant, recorder_of
-from oomph.step.compile.graph import How, Traced
-from oomph.step.ops import Kernel
+from oomph.step.compile.decompose.nodes import as_dtype, as_float32, attach, called, constant, pointwise, recorder_of
+from oomph.step.compile.graph import How, Recorder
+from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.layout import Shape
+from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
 
 
-def select(x: Tensor, index: int) -> Tensor:
-    """x[index]; backward writes its gradient into zeros, number by number."""
+@forward
+def embedding(module: Module, ids: Tensor) -> Tensor:
+    """nn.Embedding; backward scatters into a table of zeros."""
+    recorder, weight = recorder_of(ids), module.parameter("weight")
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
-        grad, shape = grads[0], node.shapes[0]
+        grad = grads[0]
         assert grad is not None
-        reads = (constant(grad, "full", shape, grad.dtype), grad)
-        return [recorder_of(grad).record("select_scatter", How.POINTWISE, reads, shape, grad.dtype, key=index)]
+        dtype = grad.dtype
+        wide = as_float32(grad)
+        flags = pointwise("and", pointwise("ge", ids, dtype="bool"), pointwise("lt", ids, dtype="bool"))
+        flags = pointwise("and", flags, pointwise("ne", ids, dtype="bool"))
+        zeros = constant(grad, "full", node.shapes[0], wide.dtype)
+        reads = (zeros, flags, ids, wide)
+        kind = recorder.grad_kind(node, 0)
+        return [as_dtype(recorder.record("scatter", How.SCATTER, reads, node.shapes[0], wide.dtype, kind=kind), dtype)]
 
-    node = x.tape.node(backward, x)
-    assert isinstance(x, Traced)
-    return attach(node, x.seen(x.shape[1:], x.strides[1:], index * x.strides[0], "select"))
+    node = recorder.node(backward, weight)
+    out = recorder.record("embedding", How.GATHER, (weight, ids), (*ids.shape, weight.shape[1]), weight.dtype)
+    return attach(node, out)
+
+
+def arange(tape: Recorder, count: int) -> Tensor:
+    """Positions."""
+    return tape.record("arange", How.CONSTANT, (), (count,), "int64", kind=Kind.INPUTS)
 
 
 def _written(start: Tensor, places: Tensor, rows: Tensor, fallback: bool = False) -> Tensor:

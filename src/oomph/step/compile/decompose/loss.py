@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from oomph.step.compile.decompose.nodes import as_dtype, as_float32, attach, constant, pointwise, recorder_of, reduction
 from oomph.step.compile.graph import How
 from oomph.step.ops import Kind
-from oomph.step.tensor import functions as F
+from oomph.step.tensor import casts, views
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.layout import (
     HALVES,
@@ -20,17 +20,17 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """F.cross_entropy: log_softmax, then nll_loss, whose backward is a comparison, not a scattered one-hot."""
     recorder = recorder_of(logits)
     words = logits.shape[-1]
-    flat = F.reshape(logits, logits.numel // words, words)
+    flat = views.reshape(logits, logits.numel // words, words)
     rows, dtype = flat.shape[0], flat.dtype
     row: Shape = (rows, 1)
     if recorder.autocast is not None and not recorder.cuda and dtype in HALVES:
-        flat, dtype = F.to(flat, "float32"), "float32"
+        flat, dtype = casts.to(flat, "float32"), "float32"
     ids = targets.seen((rows,), (1,))
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
         share = pointwise("div", grads[0], count)
-        column = F.unsqueeze(ids, 1)
+        column = views.unsqueeze(ids, 1)
         used = pointwise("ne", column, dtype="bool")
         zero = constant(logs, "full", (), "int64")
         chosen = pointwise("where", used, column, zero, dtype="int64")
@@ -48,7 +48,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logs = as_dtype(pointwise("sub", shifted, total), dtype)
     wide = as_float32(logs)
     used = pointwise("ne", ids, dtype="bool")
-    chosen = F.unsqueeze(pointwise("where", used, ids, constant(logs, "full", (), "int64"), dtype="int64"), 1)
+    chosen = views.unsqueeze(pointwise("where", used, ids, constant(logs, "full", (), "int64"), dtype="int64"), 1)
     found = recorder.record("gather", How.POINTWISE, (wide, chosen), row, "float32", gathers=True)
     losses = pointwise("where", used, pointwise("neg", found.seen((rows,), (1,))), dtype="float32")
     count = pointwise("convert", reduction("sum", used, (), "int64"), dtype="float32")
@@ -66,7 +66,7 @@ def _one_hot(chosen: Tensor, rows: int, words: int, dtype: str) -> Tensor:
         zeros = constant(chosen, "full", (rows, words), dtype)
         return recorder.record("scatter", How.SCATTER, (zeros, chosen), (rows, words), dtype, kind=Kind.LOGITS)
     numbers = constant(chosen, "arange", (words,), "int64").seen((1, words), (words, 1))
-    equal = pointwise("eq", F.expand(chosen, rows, words), numbers, dtype="bool")
+    equal = pointwise("eq", views.expand(chosen, rows, words), numbers, dtype="bool")
     first, second = (constant(chosen, name, (), "float32") for name in ("scalar_0", "scalar_-1"))
     return pointwise("where", equal, second, first, dtype="float32")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from oomph.step.compile.graph import How, Recorder
 from oomph.step.ops import Kind
-from oomph.step.tensor import functions as F
+from oomph.step.tensor import elementwise
 from oomph.step.tensor.autograd import Node
 from oomph.step.tensor.layout import (
     HALVES,
@@ -24,7 +24,7 @@ def recorder_of(x: Tensor) -> Recorder:
 
 def pointwise(op: str, *reads: Tensor, dtype: str | None = None) -> Tensor:
     """An elementwise node, in the dtype that its operands meet in."""
-    return F.pointwise(op, *reads, dtype=dtype)
+    return elementwise.pointwise(op, *reads, dtype=dtype)
 
 
 def reduction(op: str, x: Tensor, shape: Shape, dtype: str | None = None) -> Tensor:

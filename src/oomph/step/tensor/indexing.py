@@ -1,0 +1,109 @@
+"""Rows taken from tensors by their place: embeddings, and what sorts tokens by their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oomph.step.ops import Kernel, Kind
+from oomph.step.tensor.autograd import Gradients, Node
+from oomph.step.tensor.layout import ITEM_BYTES, numel
+from oomph.step.tensor.tape import Module, Tape, forward, primitive
+from oomph.step.tensor.tensor import Tensor
+
+
+@primitive
+@forward
+def embedding(module: Module, ids: Tensor) -> Tensor:
+    """nn.Embedding: keeps the ids; its gradient is a whole table."""
+    weight = module.parameter("weight")
+    node = ids.tape.node(_embedding_backward, weight)
+    if node:
+        node.save(ids)
+    shape = (*ids.shape, weight.shape[1])
+    size = numel(shape) * ITEM_BYTES[weight.dtype]
+    out = ids.tape.made("", shape, weight.dtype, kernel=Kernel.INDEX, moved=2 * size)
+    return node.attach(out) if node else out
+
+
+def _embedding_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+    _saved = node.unpack()  # alive while this runs
+    grad = grads[0]
+    assert grad is not None
+    table = numel(node.shapes[0]) * ITEM_BYTES[grad.dtype]
+    kind = node.tape.grad_kind(node, 0)
+    moved = table + 2 * grad.bytes
+    return [node.tape.made("weight.grad", node.shapes[0], grad.dtype, kind=kind, kernel=Kernel.INDEX, moved=moved)]
+
+
+@primitive
+def arange(tape: Tape, count: int) -> Tensor:
+    """Positions."""
+    return tape.made("positions", (count,), "int64", kind=Kind.INPUTS, moved=0)
+
+
+@primitive
+def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """torch.topk over the last dimension: values and indices, which are kept. Backward scatters into zeros."""
+    tape = x.tape
+    node = tape.node(_scatter, x)
+    shape = (*x.shape[:-1], count)
+    results = (("", numel(shape) * ITEM_BYTES[x.dtype]), ("indices", 8 * numel(shape)))
+    made = tape.launch("topk", results, kernel=Kernel.REDUCTION, moved=2 * x.bytes)
+    values, indices = tape.tensor(made[0], shape, x.dtype), tape.tensor(made[1], shape, "int64")
+    if node:
+        node.save(indices)
+        node.attach(values)
+    return values, indices
+
+
+@primitive
+def sort(x: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.sort of whole numbers: values and their places."""
+    tape, size = x.tape, x.bytes
+    made = tape.launch("sort", (("", size), ("places", 8 * x.numel)), Kind.TEMPORARY, moved=4 * size)
+    return tape.tensor(made[0], x.shape, x.dtype), tape.tensor(made[1], x.shape, "int64")
+
+
+@primitive
+def histc(x: Tensor, bins: int) -> Tensor:
+    """torch.histc: how many numbers are in each bin."""
+    return x.tape.made("histc", (bins,), x.dtype, kind=Kind.TEMPORARY)
+
+
+@primitive
+def running_total(x: Tensor, dtype: str) -> Tensor:
+    """x.cumsum(0, dtype=dtype): one of a copy, where the dtype is another."""
+    spent = (x.numel * ITEM_BYTES[dtype],)
+    return x.tape.made("cumsum", x.shape, dtype, (x,), Kind.TEMPORARY, spent=spent)
+
+
+@primitive
+def inverse(places: Tensor) -> Tensor:
+    """The permutation that undoes another: its own numbers written to the places."""
+    tape = places.tape
+    found = tape.made("empty_like", places.shape, "int64", (places,), Kind.TEMPORARY)
+    order = tape.made("arange", places.shape, "int64", (places,), Kind.TEMPORARY)
+    tape.note("index_put", Kernel.INDEX, 2 * places.bytes)
+    del order
+    return found
+
+
+@primitive
+def take(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]: keeps which rows; backward adds into zeros."""
+    node = x.tape.node(_scatter, x)
+    if node:
+        node.save(rows)
+    shape = (rows.numel, *x.shape[1:])
+    size = numel(shape) * ITEM_BYTES[x.dtype]
+    out = x.tape.made("index", shape, x.dtype, kernel=Kernel.INDEX, moved=2 * size)
+    return node.attach(out) if node else out
+
+
+def _scatter(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+    _saved = node.unpack()  # alive while this runs
+    grad = grads[0]
+    assert grad is not None
+    zeros = node.tape.made("index.dx", node.shapes[0], grad.dtype)
+    node.tape.note("index.dx", Kernel.INDEX, 3 * grad.bytes)
+    return [zeros]

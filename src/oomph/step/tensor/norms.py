@@ -1,0 +1,88 @@
+"""Norms: layer_norm, and rms_norm without a weight (one kernel on a GPU, composed of others on the CPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oomph.step.kernels import cpu_layer_norm_backward_bytes
+from oomph.step.ops import Kernel
+from oomph.step.tensor.autograd import Gradients, Node
+from oomph.step.tensor.casts import raised, to
+from oomph.step.tensor.elementwise import mean, mul, rsqrt, square
+from oomph.step.tensor.layout import ITEM_BYTES
+from oomph.step.tensor.tape import Module, forward, primitive
+from oomph.step.tensor.tensor import Tensor
+
+
+@primitive
+@forward
+def layer_norm(module: Module, x: Tensor) -> Tensor:
+    """F.layer_norm: keeps its input and each row's mean and deviation. Autocast's is float32 on a GPU."""
+    tape = x.tape
+    x = raised(x)
+    weight, bias = module.parameter("weight"), module.maybe("bias")
+    node = tape.node(_layer_norm_backward, x, weight, bias)
+    if node:
+        node.save(x)
+    rows, item = x.numel // x.shape[-1], ITEM_BYTES[x.dtype]
+    statistic = 4 if tape.cuda else item
+    sizes = (("out", x.bytes), ("mean", rows * statistic), ("rstd", rows * statistic))
+    made = tape.launch("", sizes, kernel=Kernel.REDUCTION, moved=2 * x.bytes)
+    out = tape.tensor(made[0], x.shape, x.dtype)
+    if node:
+        node.save(*made[1:])
+        node.attach(out)
+    return out
+
+
+def _layer_norm_backward(node: Node, _grads: Gradients) -> Sequence[Tensor | None]:
+    x, *_ = node.unpack()
+    tape = node.tape
+    assert isinstance(x, Tensor)
+    width, item = x.shape[-1], ITEM_BYTES[node.dtypes[1]]
+    wanted = [(part, index) for part, index in (("weight.grad", 1), ("bias.grad", 2)) if node.needs(index)]
+    sizes = [("dx", x.bytes), *((part, width * item) for part, _ in wanted)]
+    kinds = [tape.kind, *(tape.grad_kind(node, index) for _, index in wanted)]
+    spent = () if tape.cuda else (cpu_layer_norm_backward_bytes(tape.threads, width, item),)
+    made = tape.launch("", sizes, kinds, spent=spent, kernel=Kernel.REDUCTION, moved=3 * x.bytes)
+    results: Gradients = [tape.tensor(made.pop(0), x.shape, x.dtype), None, None]
+    for _, index in wanted:
+        results[index] = tape.tensor(made.pop(0), (width,), node.dtypes[index])
+    return results
+
+
+@primitive
+def rms_norm(x: Tensor) -> Tensor:
+    """F.rms_norm(x, (x.size(-1),)): CUDA's `_fused_rms_norm` keeps its input and each row's deviation in float32."""
+    tape = x.tape
+    if not tape.cuda:
+        return _composed_rms_norm(x)
+    node = tape.node(_rms_norm_backward, x)
+    if node:
+        node.save(x)
+    sizes = (("", x.bytes), ("rstd", 4 * (x.numel // x.shape[-1])))
+    made = tape.launch("rms_norm", sizes, kernel=Kernel.REDUCTION, moved=2 * x.bytes)
+    out = tape.tensor(made[0], x.shape, x.dtype)
+    if node:
+        node.save(made[1])
+        node.attach(out)
+    return out
+
+
+def _rms_norm_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+    x, _ = node.unpack()
+    grad = grads[0]
+    assert grad is not None and isinstance(x, Tensor)
+    return [node.tape.made("rms_norm.dx", x.shape, x.dtype, (grad, x), kernel=Kernel.REDUCTION)]
+
+
+def _composed_rms_norm(x: Tensor) -> Tensor:
+    """`rms_norm_composite`: in float32, in one expression whose parts live to its end."""
+    wide = to(x, "float32")
+    squares = square(wide)
+    variance = mean(squares)
+    x.tape.note("rms_norm.eps", moved=2 * variance.bytes)  # added in place
+    root = rsqrt(variance)
+    del squares, variance
+    wide = mul(wide, root)
+    return to(wide, x.dtype)
