@@ -33,6 +33,7 @@ class _Deepening:
         self.places: dict[Value, int] = {}  # of every value of the three blocks and the copies
         self.offsets: dict[Value, int] = {}  # -1, 0 or 1: which of the three blocks it is of, or is a copy of
         self.origin: dict[Value, Value] = {}  # what a copy is a copy of
+        self.names: dict[tuple[str, int], str] = {}  # names in copies: many values share one
         computed = {*graphs.forward, *graphs.backward}
         # Results of kernels that nothing reads, but that are written.
         self.unread = [item for call in computed if call.how is How.CALL for item in call.users if item not in computed]
@@ -113,12 +114,13 @@ class _Deepening:
         return found
 
     def _copied(self, value: Value, place: int) -> Value:
-        copy = Value(value.op, value.how, (), value.shape, value.dtype, value.strides, value.offset)
         assert value.block is not None
-        copy.block = value.block + place * self.gap.period
-        copy.name, copy.kind, copy.facts = renamed(value.name, value.block, copy.block), value.kind, dict(value.facts)
-        copy.index, self.next_index = self.next_index, self.next_index + 1
-        copy.checkpoint = value.checkpoint
+        block = value.block + place * self.gap.period
+        name = self.names.get((value.name, place))
+        if name is None:
+            name = self.names[value.name, place] = renamed(value.name, value.block, block)
+        copy = value.copied(name, block, self.next_index)
+        self.next_index += 1
         self.places[copy], self.offsets[copy], self.origin[copy] = place, 0, value
         return copy
 

@@ -27,8 +27,8 @@ class Group:
     """Tasks that run as one kernel. Tasks are bits, so that sets of them are numbers."""
 
     __slots__ = (
-        "ancestors", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction", "shape", "spare",
-        "tasks", "touched", "writes",
+        "ancestors", "extents", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction", "shape",
+        "spare", "tasks", "touched", "writes",
     )  # fmt: skip
 
     def __init__(self, tasks: list[Task], names: int, ancestors: int, first: int, last: int) -> None:
@@ -38,6 +38,7 @@ class Group:
         # The task that says how the kernel loops, where it reduces, and its loops before any is joined with the next.
         self.reduction = next((task for task in tasks if task.is_reduction), None)
         self.numel = max([task.numel for task in tasks])
+        self.extents = _extents(self.reduction) if self.reduction else frozenset((self.numel,))
         self.shape = max(tasks, key=lambda task: task.whole[0] * task.whole[1]).shape
         self.reads: dict[Source, set[Access]] = {}
         self.writes: dict[Source, Access] = {}
@@ -144,6 +145,8 @@ class _Fusion:
         for each in sharing.values():
             for place, first in enumerate(each):
                 for second in each[place + 1 : place + 1 + _PAIRS]:
+                    if first.mixed is None and first.extents.isdisjoint(second.extents):
+                        continue  # loops of other extents: nothing else needs to be looked at
                     if (first, second) not in found and self._can_fuse(first, second):
                         found[first, second] = _score(first, second)
         return sorted(found, key=found.__getitem__, reverse=True)
@@ -213,6 +216,11 @@ class _Fusion:
         for source in group.reads:
             if source.task is not None and self.group_of[source.task] is not group:
                 yield self.group_of[source.task]
+
+
+def _extents(task: Task) -> frozenset[int]:
+    """How many results a reduction has, how many numbers it reads, and how many before it was split."""
+    return frozenset((task.numel, task.numel * task.reduced, task.whole[0] * task.whole[1]))
 
 
 def _makes_a_circle(first: Group, second: Group, joined: Iterable[Group]) -> bool:

@@ -59,6 +59,16 @@ class Value:
         self.checkpoint: int | None = None  # the checkpointed region it is computed in
         self.facts: dict[str, Any] = {}  # of products and kernels: shape, flops, temporaries, the dtype of arithmetic
 
+    def copied(self, name: str, block: int, index: int) -> Value:
+        """The same operation in another block; what it reads is not known yet."""
+        copy = Value.__new__(Value)
+        copy.op, copy.how, copy.inputs = self.op, self.how, ()
+        copy.shape, copy.dtype, copy.strides, copy.offset = self.shape, self.dtype, self.strides, self.offset
+        copy.bytes, copy.users, copy.index = self.bytes, [], index
+        copy.name, copy.kind, copy.block, copy.checkpoint = name, self.kind, block, self.checkpoint
+        copy.facts = dict(self.facts)
+        return copy
+
     def __lt__(self, other: Value) -> bool:
         return self.index < other.index
 

@@ -69,12 +69,8 @@ class _Facts:
             readers.append(unit)
             self.reads[unit].append(root)
 
-    def peak(self, order: Sequence[_Unit]) -> int:
-        """estimate_peak_memory."""
-        return max(self.live(order), default=0)
-
     def live(self, order: Sequence[_Unit]) -> list[int]:
-        """Bytes alive while each kernel runs, as inductor estimates them."""
+        """Bytes alive while each kernel runs, as inductor's estimate_peak_memory has them."""
         place = {unit: index for index, unit in enumerate(order)}
         change = [0] * (len(order) + 1)
         for source in self.inputs:
@@ -97,8 +93,9 @@ def ordered(groups: Sequence[Group], inputs: Iterable[Source]) -> tuple[list[Gro
     """The kernels in the order they run, and the bytes that inductor takes to be alive while each does."""
     facts = _Facts(groups, inputs)
     candidates = [facts.units, _least_peak_first(facts), _breadth_first(facts), _depth_first(facts)]
-    best = min(candidates, key=facts.peak)
-    found = [(unit.group, live) for unit, live in zip(best, facts.live(best), strict=True) if unit.group is not None]
+    judged = [(facts.live(candidate), candidate) for candidate in candidates]
+    lives, best = min(judged, key=lambda each: max(each[0], default=0))
+    found = [(unit.group, live) for unit, live in zip(best, lives, strict=True) if unit.group is not None]
     return [group for group, _ in found], [live for _, live in found]
 
 
