@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -69,13 +70,14 @@ DOCUMENTS = {
     "plan, warned": lambda: plan_document({"n_embd": 504, "n_head": 12, "vocab_size": 50257}, "T4"),
     "plan, no time": lambda: plan_document({"dtype": "float16"}, "GTX 1660"),
     "fit": lambda: fit.document(oomph.fit(RUN_D, "RTX 4070")),
-    "fit, largest": lambda: fit.document(oomph.fit({"n_layer": 2, "n_head": 2, "n_embd": 128}, "4070", largest=True)),
+    "fit, largest": lambda: fit.document(oomph.fit({"max_iters": 1000}, "RTX 4070", largest=True)),
     "compare": lambda: compare.document(
         oomph.compare([read(simulate_file(name), name=name) for name in "bc"], "RTX 4070")
     ),
     "check": checked,
     **{f"explain {name}": lambda name=name: explained(name) for name in "abcd"},
 }
+DOCUMENTS = {name: functools.cache(make) for name, make in DOCUMENTS.items()}  # a search takes seconds
 
 
 @pytest.fixture(scope="module", params=list(DOCUMENTS))
@@ -139,6 +141,7 @@ def test_parts_are_told_apart_without_colour() -> None:
     assert len(set(named)) == len(named)
 
 
+@pytest.mark.slow  # makes every document
 def test_every_part_is_rendered() -> None:
     kinds = {kind for kind in vars(doc).values() if isinstance(kind, type) and issubclass(kind, doc.Part)} - {doc.Part}
     seen = {type(part) for make in DOCUMENTS.values() for part in make().then(("oomph", "does it")).parts}

@@ -8,7 +8,7 @@ import pytest
 
 from oomph.config.schema import TrainConfig
 from oomph.step import models
-from oomph.step.compile.model import CompiledModel, ProgramMaker
+from oomph.step.compile.model import CompiledEvaluation, CompiledModel, ProgramMaker
 from oomph.step.depth import sample
 from oomph.step.ops import Buffer, Op
 
@@ -53,17 +53,19 @@ def written(ops: tuple[Op, ...]) -> list[Any]:
     ]
 
 
-def made(config: TrainConfig, cuda: bool, whole: bool) -> CompiledModel:
+def made(config: TrainConfig, cuda: bool, whole: bool) -> tuple[CompiledModel, CompiledEvaluation]:
     layers, gaps = (range(config.n_layer), []) if whole else sample(models.kinds(config))
     assert whole or gaps
-    return ProgramMaker(config, cuda, 1, layers, gaps).made(evaluates=True)
+    return tuple(getattr(ProgramMaker(config, cuda, 1, layers, gaps), part)() for part in ("training", "evaluation"))
 
 
 @pytest.mark.parametrize("cuda", [True, False], ids=["card", "cpu"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_blocks_that_are_repeated_are_those_of_the_whole_model(name: str, cuda: bool) -> None:
-    repeated, whole = (made(TrainConfig(**CONFIGS[name]), cuda, each) for each in (False, True))
+    (repeated, evaluation), (whole, evaluation_of_whole) = (
+        made(TrainConfig(**CONFIGS[name]), cuda, each) for each in (False, True)
+    )
     assert written(repeated.forward) == written(whole.forward)
     assert written(repeated.backward) == written(whole.backward)
-    assert written(repeated.evaluation) == written(whole.evaluation)
+    assert written(evaluation.forward) == written(evaluation_of_whole.forward)
     assert [(name, b.bytes) for name, b in repeated.grads.items()] == [(n, b.bytes) for n, b in whole.grads.items()]

@@ -37,7 +37,7 @@ class Sketch:
     for any number. It is the same for every GPU but for the seconds."""
 
     def __init__(self, config: TrainConfig, device: Device, whole: bool) -> None:
-        """With `whole`, of the optimizer and the evaluation too."""
+        """With `whole`, of the optimizer too."""
         self.config = config
         step = _build(config, device, whole)
         training = [each for each in step.sections if each.ops[0].phase is not Phase.EVAL]
@@ -75,8 +75,8 @@ class Update:
 
 
 def _build(config: TrainConfig, device: Device, whole: bool) -> Step:
-    """The step with an evaluation, as a plan has it, or, nearly, without one."""
-    return steps.build(config, device.kind != "cpu", evaluates=whole, threads=device.threads, nearly=not whole)
+    """The step as a plan has it, or nearly. An evaluation keeps nothing for a backward: it takes less than training."""
+    return steps.build(config, device.kind != "cpu", evaluates=False, threads=device.threads, nearly=not whole)
 
 
 def _rounding_bytes(device: Device) -> int:

@@ -73,8 +73,11 @@ class Ladder(msgspec.Struct, frozen=True):
 
         With no block checkpointed the first one is like the others, and with all of them the last one's backward pass
         meets the loss's: both may turn the order, so that each is a group of its own. Between them compiled blocks
-        take turns in whose buffers they reuse, so that every second one sinks.
+        take turns in whose buffers they reuse, so that every second one sinks. Compiled plain attention knows no order:
+        inductor computes the scores of several blocks together.
         """
+        if self.config.compile and self.config.attention == "math":
+            return [[rung] for rung in range(len(self.counts))]
         groups: dict[int, list[int]] = {}
         period = period_of(self.config)
         for rung, count in enumerate(self.counts):

@@ -18,7 +18,6 @@ from oomph.report.timeline import area, sparkline
 from oomph.units import count, duration, memory_size, money, scientific, tflops
 
 SPARKLINE_COLUMNS = 78
-SURE = 0.99  # nothing is said to be surer than this
 MARKS: dict[bool | None, doc.Mark] = {True: "yes", False: "no", None: "info"}
 PACES = (
     doc.Column("time", words=True),
@@ -236,25 +235,20 @@ def _verdict(plan: Plan) -> Verdict:
     if memory.fits is None or memory.headroom_mib is None:
         return Verdict(program, None, f"{program} needs {need}")
     sure = f"({chance(memory)})"
-    capacity = memory.capacity_mib or 0.0
     if memory.retries:
         only_just = f"fits {sure}, but only just: it fills the card and has to give cached memory back"
         return Verdict(program, True, f"{program} {only_just}")
     if memory.fits:
         free = f"{need}, {memory.headroom_mib:,.0f} MiB free"
-        if memory.high_mib > capacity:
-            return Verdict(program, True, f"{program} probably fits {sure}: {free}, but it may need more")
         return Verdict(program, True, f"{program} fits {sure}: {free}")
     missing = f"{need}, {-memory.headroom_mib:,.0f} MiB too many"
-    if memory.low_mib <= capacity:
-        return Verdict(program, False, f"{program} probably does not fit {sure}: {missing}, but it may need less")
     return Verdict(program, False, f"{program} does not fit {sure}: {missing}")
 
 
 def chance(memory: Footprint) -> str:
-    """How probable the verdict is, "97 %": that it fits, or where it does not, that."""
+    """How probable the verdict is, "97 %": that it fits, or where it does not, that. Nothing is surer than 99 %."""
     p = (memory.p_fits or 0.0) if memory.fits else 1 - (memory.p_fits or 0.0)
-    return "> 99 %" if p > SURE else f"{100 * p:.0f} %"
+    return f"{min(99, round(100 * p))} %"
 
 
 def _need(memory: Footprint) -> str:

@@ -16,7 +16,7 @@ from oomph.units import mib
 
 POINTS = 320
 HOLDERS = 12
-_LAYER = re.compile(r"\bh\.\d+\.")
+_BLOCK = re.compile(r"\.\d+\.")
 
 
 class PeakHolder(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ def holders(peak: Peak) -> list[PeakHolder]:
     """What is alive at the peak, the same buffer of every layer taken together, the largest first."""
     sizes: dict[str, tuple[int, int]] = {}
     for buffer in peak.live:
-        name = _LAYER.sub("h.*.", buffer.name)
+        name = _BLOCK.sub(".*.", buffer.name, count=1)
         size, count = sizes.get(name, (0, 0))
         sizes[name] = (size + buffer.bytes, count + 1)
     largest = sorted(sizes.items(), key=lambda item: -item[1][0])[:HOLDERS]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,9 +27,17 @@ from oomph.step.tensor.autograd import run_backward
 from oomph.step.tensor.tape import Module
 from oomph.step.tensor.tensor import Tensor
 
+T = TypeVar("T")
 ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: before, the loss's backward writes the targets out as a float32 matrix
 DONATED_FROM = (2, 6)  # pytorch#139669: since then what forward saved may be overwritten in place
 MIXED_FROM = (2, 10)  # one kernel may sum up along rows and columns: read in 2.13, the first version is assumed
+
+
+class Scalable(msgspec.Struct, frozen=True, eq=False):
+    """What tells of a program how its sizes grow with the batch."""
+
+    still_bytes: dict[Op, int]  # of the bytes that operations move, those that the batch does not change
+    batched: frozenset[Buffer]  # buffers whose size grows with it
 
 
 class CompiledModel(msgspec.Struct, frozen=True, eq=False):
@@ -41,23 +49,42 @@ class CompiledModel(msgspec.Struct, frozen=True, eq=False):
     tangents: tuple[Buffer, ...]  # the gradients of what it returns, as backward takes them
     backward: tuple[Op, ...]
     grads: dict[str, Buffer]  # by parameter name
-    evaluation: tuple[Op, ...]
-    evaluated: tuple[Buffer, ...]  # what an evaluation's forward returns
-    still_bytes: dict[Op, int] = {}  # of the bytes that operations move, those that the batch does not change
-    batched: frozenset[Buffer] = frozenset()  # whose size grows with it
+    scalable: Scalable
+
+
+class CompiledEvaluation(msgspec.Struct, frozen=True, eq=False):
+    """A model's forward without gradients, and what it returns."""
+
+    batch: tuple[Buffer, ...]
+    forward: tuple[Op, ...]
+    returned: tuple[Buffer, ...]
 
 
 @lru_cache(maxsize=256)  # a search asks for many, and for some again
-def compiled_model(config: TrainConfig, cuda: bool, threads: int, evaluates: bool) -> CompiledModel:
+def compiled_model(config: TrainConfig, cuda: bool, threads: int) -> CompiledModel:
     """The programs of a config's model. With a chunked loss, whatever the chunk, it ends with its hidden state."""
+    return _made(config, cuda, threads, ProgramMaker.training)
+
+
+def compiled_evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvaluation:
+    """The forward program of a config's model that an evaluation runs, whatever training keeps and drops."""
+    return _evaluation(msgspec.structs.replace(config, checkpoint_layers=0, dropout=0.0), cuda, threads)
+
+
+@lru_cache(maxsize=64)
+def _evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvaluation:
+    return _made(config, cuda, threads, ProgramMaker.evaluation)
+
+
+def _made(config: TrainConfig, cuda: bool, threads: int, make: Callable[[ProgramMaker], T]) -> T:
     collects = gc.isenabled()
     gc.disable()  # a graph is full of circles, all of them needed to the end
     layers, gaps = sample(models.kinds(config))
     try:
         try:
-            return ProgramMaker(config, cuda, threads, layers, gaps).made(evaluates)
+            return make(ProgramMaker(config, cuda, threads, layers, gaps))
         except UnlikeBlocksError:
-            return ProgramMaker(config, cuda, threads, range(config.n_layer), ()).made(evaluates)
+            return make(ProgramMaker(config, cuda, threads, range(config.n_layer), ()))
     finally:
         if collects:
             gc.enable()
@@ -81,7 +108,8 @@ class ProgramMaker:
         self.batched: set[Buffer] = set()
         self.options: dict[str, Any] = {"cuda": cuda, "threads": threads, "tf32": cuda and config.allow_tf32}
 
-    def made(self, evaluates: bool) -> CompiledModel:
+    def training(self) -> CompiledModel:
+        """The forward and the backward program."""
         recorder, returned = self._recorded(training=True)
         tangents = [
             recorder.input(f"tangent.{i}", t.shape, t.dtype, How.TANGENT, Kind.LOGITS) for i, t in enumerate(returned)
@@ -95,13 +123,15 @@ class ProgramMaker:
         memory = {value: self._memory(value) for value in graphs.inputs}
         forward = self._forward(graphs.forward, memory, returned, graphs.saved, Phase.FORWARD)
         results = [memory[_value(each)] for each in returned]
-        memory |= {each.value: Buffer(f"{each.value.name}.zeros", each.bytes, Kind.LOGITS) for each in tangents}
+        memory |= {
+            each.value: Buffer(f"{_value(out).name}.zeros", each.bytes, Kind.LOGITS)
+            for out, each in zip(returned, tangents, strict=True)
+        }
         held = {*(memory[value] for value in graphs.inputs if value.kind is Kind.PARAMETERS), *results}
         if not self.config.loss_chunk:
             held.add(memory[tangents[0].value])  # of the loss: the loop's
         backward, made = self._generated(graphs.backward, graphs.saved, tangents, memory, list(grads.values()), held)
         found, copies = _apart({name: made[value] for name, value in grads.items()})
-        evaluation, evaluated = self._evaluation() if evaluates else ((), ())
         return CompiledModel(
             batch=tuple(self.batch.values()),
             forward=forward,
@@ -109,10 +139,7 @@ class ProgramMaker:
             tangents=tuple([memory[each.value] for each in tangents]),
             backward=(*backward, *copies),
             grads=found,
-            evaluation=evaluation,
-            evaluated=evaluated,
-            still_bytes=self.still_bytes,
-            batched=frozenset(self.batched),
+            scalable=Scalable(self.still_bytes, frozenset(self.batched)),
         )
 
     def _recorded(self, training: bool) -> tuple[Recorder, list[Tensor]]:
@@ -190,8 +217,8 @@ class ProgramMaker:
         self.batched |= {buffer for source, buffer in buffers.items() if source.batched}
         return ops, {value: buffers[source.root] for value, source in found.items()}
 
-    def _evaluation(self) -> tuple[tuple[Op, ...], tuple[Buffer, ...]]:
-        """The forward program without gradients, and what it returns."""
+    def evaluation(self) -> CompiledEvaluation:
+        """The forward program without gradients."""
         recorder, returned = self._recorded(training=False)
         wanted = {_value(each) for each in returned}
         inputs = [value for value in recorder.values if value.how is How.INPUT]
@@ -201,7 +228,7 @@ class ProgramMaker:
             graphs, _ = deepened(graphs, {}, gap)
         memory = {value: self._memory(value) for value in graphs.inputs}
         ops = self._forward(graphs.forward, memory, returned, (), Phase.EVAL)
-        return ops, tuple([memory[_value(each)] for each in returned])
+        return CompiledEvaluation(tuple(self.batch.values()), ops, tuple([memory[_value(each)] for each in returned]))
 
 
 def _apart(grads: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Op]]:

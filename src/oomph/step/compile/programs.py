@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step import models
 from oomph.step.compile.loop import Loop, NanochatLoop, Programs
-from oomph.step.compile.model import CompiledModel, compiled_model
+from oomph.step.compile.model import CompiledEvaluation, CompiledModel, compiled_evaluation, compiled_model
 from oomph.step.compile.scale import scaled_model
 from oomph.step.loop import model_buffers
 from oomph.step.models.gpt2 import attends_by_hand
@@ -60,9 +62,11 @@ def build(
 def programs(config: TrainConfig, cuda: bool, threads: int, evaluates: bool = True, nearly: bool = False) -> Programs:
     """The model's programs with the loss; without `evaluates` those of training alone."""
     make = scaled_model if nearly else compiled_model
-    model = make(_replace(config, loss_chunk=min(config.loss_chunk or 0, 1)), cuda, threads, evaluates)
+    alike = _replace(config, loss_chunk=min(config.loss_chunk or 0, 1))
+    model = make(alike, cuda, threads)
+    evaluation = compiled_evaluation(alike, cuda, threads) if evaluates else None
     if config.loss_chunk:
-        return _with_chunks(model, config, cuda, threads)
+        return _with_chunks(model, evaluation, config, cuda, threads)
     return Programs(
         batch=model.batch,
         forward=model.forward,
@@ -71,22 +75,30 @@ def programs(config: TrainConfig, cuda: bool, threads: int, evaluates: bool = Tr
         zeros=model.tangents[1:],
         backward=model.backward,
         grads=model.grads,
-        evaluation=model.evaluation,
-        evaluation_outputs=model.evaluated,
+        **_evaluated(evaluation, model.batch),
     )
 
 
-def _with_chunks(model: CompiledModel, config: TrainConfig, cuda: bool, threads: int) -> Programs:
+def _evaluated(evaluation: CompiledEvaluation | None, batch: Sequence[Buffer], *after: Op) -> dict[str, Any]:
+    """The evaluation's part of the programs, on training's batch."""
+    if evaluation is None:
+        return {"evaluation": (), "evaluation_outputs": ()}
+    ops = exchanged(evaluation.forward, dict(zip(evaluation.batch, batch, strict=True)))
+    return {"evaluation": (*ops, *after), "evaluation_outputs": evaluation.returned}
+
+
+def _with_chunks(
+    model: CompiledModel, evaluation: CompiledEvaluation | None, config: TrainConfig, cuda: bool, threads: int
+) -> Programs:
     chunks = Chunks(config, cuda, threads, model.returned[0], learns=True)
     own = {chunks.hidden_grad: model.tangents[0]}
     first, last = exchanged(chunks.backward, own), exchanged(chunks.forward, own)
     grads = dict(model.grads)
     backward = (*first, *model.backward, *chunks.added(grads))
-    evaluation: tuple[Op, ...] = ()
-    evaluated: tuple[Buffer, ...] = ()
-    if model.evaluated:
-        alone = Chunks(config, cuda, threads, model.evaluated[0], learns=False)
-        evaluation, evaluated = (*model.evaluation, *alone.forward), (alone.loss,)
+    evaluated = _evaluated(evaluation, model.batch)
+    if evaluation is not None:
+        alone = Chunks(config, cuda, threads, evaluation.returned[0], learns=False)
+        evaluated = _evaluated(evaluation, model.batch, *alone.forward) | {"evaluation_outputs": (alone.loss,)}
     return Programs(
         batch=model.batch,
         forward=(*model.forward, *last),
@@ -95,8 +107,7 @@ def _with_chunks(model: CompiledModel, config: TrainConfig, cuda: bool, threads:
         zeros=(),
         backward=backward,
         grads=grads,
-        evaluation=evaluation,
-        evaluation_outputs=evaluated,
+        **evaluated,
     )
 
 

@@ -20,12 +20,12 @@ _PRIMES = (37, 131, 1031)  # larger than any divisor that sizes have in common b
 _SMALL = 1 << 20  # numbers in the residual stream
 
 
-def scaled_model(config: TrainConfig, cuda: bool, threads: int, evaluates: bool) -> CompiledModel:
+def scaled_model(config: TrainConfig, cuda: bool, threads: int) -> CompiledModel:
     """Nearly what `compiled_model` says."""
     if config.batch_size * config.block_size * config.n_embd < _SMALL:
-        return compiled_model(config, cuda, threads, evaluates)
+        return compiled_model(config, cuda, threads)
     prime = min(_PRIMES, key=lambda prime: max(prime / config.batch_size, config.batch_size / prime))
-    large = compiled_model(msgspec.structs.replace(config, batch_size=prime), cuda, threads, evaluates)
+    large = compiled_model(msgspec.structs.replace(config, batch_size=prime), cuda, threads)
     return _Scaled(config.batch_size, prime).model(large)
 
 
@@ -39,7 +39,7 @@ class _Scaled:
 
     def model(self, large: CompiledModel) -> CompiledModel:
         """The model with that batch."""
-        self.batched = large.batched
+        self.batched = large.scalable.batched
         return CompiledModel(
             batch=self._buffers(large.batch),
             forward=self._ops(large.forward, large),
@@ -47,8 +47,7 @@ class _Scaled:
             tangents=self._buffers(large.tangents),
             backward=self._ops(large.backward, large),
             grads={name: self._buffer(buffer) for name, buffer in large.grads.items()},
-            evaluation=self._ops(large.evaluation, large),
-            evaluated=self._buffers(large.evaluated),
+            scalable=large.scalable,
         )
 
     def _number(self, large: int) -> int:
@@ -69,7 +68,7 @@ class _Scaled:
         result: list[Op] = []
         for op in ops:
             shape = tuple([self._number(size) for size in op.shape])
-            still = large.still_bytes.get(op, 0)
+            still = large.scalable.still_bytes.get(op, 0)
             moved = still + self._number(op.bytes_moved - still)
             work = (op.kernel, shape, op.dtype, self._number(op.flops), moved, op.times, op.block)
             result.append(Op(op.name, op.phase, self._buffers(op.allocates), self._buffers(op.frees), *work))
