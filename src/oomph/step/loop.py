@@ -98,9 +98,13 @@ class Loop:
         self._leave_autocast()
         self.batch = self.fetch()
         tape.ledger.phase = Phase.BACKWARD
+        self._run_backward(loss)
+
+    def _run_backward(self, loss: Tensor) -> None:
+        """loss.backward(), of the loss that a GradScaler has multiplied where there is one."""
+        tape = self.tape
         root = scale(loss, "amplified") if self.precision.is_scaled else loss
         grad = tape.made("grad", (), root.dtype)
-        del loss
         tape.grad_enabled = False
         run_backward((root, grad.detach()))
         tape.grad_enabled = True
@@ -151,11 +155,7 @@ class TrainerLoop(Loop):
         tape.ledger.phase = Phase.FORWARD
         loss = self._compute_loss(self.batch)
         tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
-        root = scale(loss, "amplified") if self.precision.is_scaled else loss
-        grad = tape.made("grad", (), root.dtype)
-        tape.grad_enabled = False
-        run_backward((root, grad.detach()))
-        tape.grad_enabled = True
+        self._run_backward(loss)
 
     def _compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         logits, loss = self._forward(batch)
@@ -191,11 +191,7 @@ class PlainLoop(Loop):
         del logits
         self._leave_autocast()
         tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
-        root = scale(loss, "amplified") if self.precision.is_scaled else loss
-        grad = tape.made("grad", (), root.dtype)
-        tape.grad_enabled = False
-        run_backward((root, grad.detach()))
-        tape.grad_enabled = True
+        self._run_backward(loss)
 
 
 class NanochatLoop(Loop):
@@ -214,13 +210,9 @@ class NanochatLoop(Loop):
         self.loss = loss.storage
         tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
         loss = scale(loss, "div")
-        root = scale(loss, "amplified") if self.precision.is_scaled else loss
-        grad = tape.made("grad", (), root.dtype)
-        tape.grad_enabled = False
-        run_backward((root, grad.detach()))
-        tape.grad_enabled = True
+        self._run_backward(loss)
         size = 8 * self.config.batch_size * self.config.block_size
-        del grad, root, loss
+        del loss
         tape.note("batch", Kernel.POINTWISE, moved=2 * size)
 
 

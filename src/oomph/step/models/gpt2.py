@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from oomph.config.schema import TrainConfig
+from oomph.step.models.common import with_bias
 from oomph.step.ops import Kind
 from oomph.step.tensor.attention import attend, masked, softmax
 from oomph.step.tensor.checkpoint import checkpoint
@@ -26,21 +27,15 @@ def parameters(c: TrainConfig) -> Iterator[tuple[str, Shape]]:
     yield "transformer.wpe.weight", (c.block_size, width)
     for index in range(c.n_layer):
         block = f"transformer.h.{index}"
-        yield from _with_bias(f"{block}.ln_1", (width,), c.bias)
-        yield from _with_bias(f"{block}.attn.c_attn", (3 * width, width), c.bias)
-        yield from _with_bias(f"{block}.attn.c_proj", (width, width), c.bias)
-        yield from _with_bias(f"{block}.ln_2", (width,), c.bias)
-        yield from _with_bias(f"{block}.mlp.c_fc", (4 * width, width), c.bias)
-        yield from _with_bias(f"{block}.mlp.c_proj", (width, 4 * width), c.bias)
-    yield from _with_bias("transformer.ln_f", (width,), c.bias)
+        yield from with_bias(f"{block}.ln_1", (width,), c.bias)
+        yield from with_bias(f"{block}.attn.c_attn", (3 * width, width), c.bias)
+        yield from with_bias(f"{block}.attn.c_proj", (width, width), c.bias)
+        yield from with_bias(f"{block}.ln_2", (width,), c.bias)
+        yield from with_bias(f"{block}.mlp.c_fc", (4 * width, width), c.bias)
+        yield from with_bias(f"{block}.mlp.c_proj", (width, 4 * width), c.bias)
+    yield from with_bias("transformer.ln_f", (width,), c.bias)
     if not c.tie_weights:
         yield "lm_head.weight", (c.vocab_size, width)
-
-
-def _with_bias(name: str, shape: Shape, bias: bool) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", shape
-    if bias:
-        yield f"{name}.bias", shape[:1]
 
 
 def attends_by_hand(c: TrainConfig) -> bool:

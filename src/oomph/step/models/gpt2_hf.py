@@ -7,22 +7,20 @@ from functools import partial
 from typing import Any
 
 from oomph.config.schema import release
-from oomph.step.models.llama import (
+from oomph.step.models.common import (
     attention_interface,
-    causal_lm_loss,
+    causal_lm,
     causal_mask,
     heads,
     positions,
     remembered,
     run_layer,
 )
-from oomph.step.ops import Kind
 from oomph.step.tensor.elementwise import activate, add, dropout
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
-from oomph.step.tensor.loss import enter_loss
 from oomph.step.tensor.norms import layer_norm
-from oomph.step.tensor.products import conv1d, linear
+from oomph.step.tensor.products import conv1d
 from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, reshape, split
@@ -64,12 +62,7 @@ def _biased(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
 @forward
 def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """GPT2LMHeadModel.forward: logits and loss."""
-    hidden_states = decoder(m / "transformer", ids)
-    head = (m / "transformer.wte" if m.config.tie_weights else m / "lm_head").parameter("weight")
-    logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
-    enter_loss(m.tape)
-    m.tape.scope = "loss"
-    return logits, causal_lm_loss(logits, labels, m.config.transformers_version)
+    return causal_lm(m, decoder(m / "transformer", ids), labels, "transformer.wte")
 
 
 @forward

@@ -6,21 +6,20 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from oomph.step.models.llama import (
+from oomph.step.models.common import (
     attention_interface,
-    causal_lm_loss,
+    causal_lm,
     causal_mask,
     positions,
     remembered,
     rotary_embedding,
     rotate,
     run_layer,
+    with_bias,
 )
-from oomph.step.ops import Kind
 from oomph.step.tensor.elementwise import activate, add, dropout
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
-from oomph.step.tensor.loss import enter_loss
 from oomph.step.tensor.norms import layer_norm
 from oomph.step.tensor.products import linear
 from oomph.step.tensor.tape import Module, forward
@@ -34,32 +33,21 @@ def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
     yield "gpt_neox.embed_in.weight", (c.vocab_size, width)
     for index in range(c.n_layer):
         layer = f"gpt_neox.layers.{index}"
-        yield from _with_bias(f"{layer}.input_layernorm", (width,))
-        yield from _with_bias(f"{layer}.post_attention_layernorm", (width,))
-        yield from _with_bias(f"{layer}.attention.query_key_value", (3 * width, width), c.bias)
-        yield from _with_bias(f"{layer}.attention.dense", (width, width), c.bias)
-        yield from _with_bias(f"{layer}.mlp.dense_h_to_4h", (inner, width))
-        yield from _with_bias(f"{layer}.mlp.dense_4h_to_h", (width, inner))
-    yield from _with_bias("gpt_neox.final_layer_norm", (width,))
+        yield from with_bias(f"{layer}.input_layernorm", (width,))
+        yield from with_bias(f"{layer}.post_attention_layernorm", (width,))
+        yield from with_bias(f"{layer}.attention.query_key_value", (3 * width, width), c.bias)
+        yield from with_bias(f"{layer}.attention.dense", (width, width), c.bias)
+        yield from with_bias(f"{layer}.mlp.dense_h_to_4h", (inner, width))
+        yield from with_bias(f"{layer}.mlp.dense_4h_to_h", (width, inner))
+    yield from with_bias("gpt_neox.final_layer_norm", (width,))
     if not c.tie_weights:
         yield "lm_head.weight", (c.vocab_size, width)
-
-
-def _with_bias(name: str, shape: Shape, bias: bool = True) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", shape
-    if bias:
-        yield f"{name}.bias", shape[:1]
 
 
 @forward
 def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """GPTNeoXForCausalLM.forward: logits and loss."""
-    hidden_states = decoder(m / "gpt_neox", ids)
-    head = (m / "gpt_neox.embed_in" if m.config.tie_weights else m / "lm_head").parameter("weight")
-    logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
-    enter_loss(m.tape)
-    m.tape.scope = "loss"
-    return logits, causal_lm_loss(logits, labels, m.config.transformers_version)
+    return causal_lm(m, decoder(m / "gpt_neox", ids), labels, "gpt_neox.embed_in")
 
 
 @forward

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from oomph.step.models.llama import attention_interface, causal_lm_loss, causal_mask, heads, remembered, run_layer
+from oomph.step.models.common import (
+    attention_interface,
+    causal_lm,
+    causal_mask,
+    heads,
+    remembered,
+    run_layer,
+    with_bias,
+)
 from oomph.step.ops import Kind
 from oomph.step.tensor.elementwise import activate, add, dropout, scale
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
-from oomph.step.tensor.loss import enter_loss
 from oomph.step.tensor.norms import layer_norm
 from oomph.step.tensor.products import linear
 from oomph.step.tensor.tape import Module, Tape, forward
@@ -35,34 +42,23 @@ def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
         yield f"{decoder}.project_out.weight", (_narrow(c), width)
         yield f"{decoder}.project_in.weight", (width, _narrow(c))
     if c.do_layer_norm_before:
-        yield from _with_bias(f"{decoder}.final_layer_norm", (width,))
+        yield from with_bias(f"{decoder}.final_layer_norm", (width,))
     for index in range(c.n_layer):
         layer = f"{decoder}.layers.{index}"
         for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-            yield from _with_bias(f"{layer}.self_attn.{name}", (width, width), c.bias)
-        yield from _with_bias(f"{layer}.self_attn_layer_norm", (width,))
-        yield from _with_bias(f"{layer}.fc1", (inner, width), c.bias)
-        yield from _with_bias(f"{layer}.fc2", (width, inner), c.bias)
-        yield from _with_bias(f"{layer}.final_layer_norm", (width,))
+            yield from with_bias(f"{layer}.self_attn.{name}", (width, width), c.bias)
+        yield from with_bias(f"{layer}.self_attn_layer_norm", (width,))
+        yield from with_bias(f"{layer}.fc1", (inner, width), c.bias)
+        yield from with_bias(f"{layer}.fc2", (width, inner), c.bias)
+        yield from with_bias(f"{layer}.final_layer_norm", (width,))
     if not c.tie_weights:
         yield "lm_head.weight", (c.vocab_size, _narrow(c))
-
-
-def _with_bias(name: str, shape: Shape, bias: bool = True) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", shape
-    if bias:
-        yield f"{name}.bias", shape[:1]
 
 
 @forward
 def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """OPTForCausalLM.forward: logits and loss."""
-    hidden_states = decoder(m / "model.decoder", ids)
-    head = (m / "model.decoder.embed_tokens" if m.config.tie_weights else m / "lm_head").parameter("weight")
-    logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
-    enter_loss(m.tape)
-    m.tape.scope = "loss"
-    return logits, causal_lm_loss(logits, labels, m.config.transformers_version)
+    return causal_lm(m, decoder(m / "model.decoder", ids), labels, "model.decoder.embed_tokens")
 
 
 @forward

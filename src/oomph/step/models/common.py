@@ -1,0 +1,285 @@
+"""What several architectures share: transformers' masks, positions, rotary embeddings, attention and loss (5.22).
+
+Variables live as long as in transformers' own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from oomph.config.schema import NEWEST_TRANSFORMERS, release
+from oomph.step.ops import Kind
+from oomph.step.tensor.attention import FLASH_HEAD_SIZE, attend, repeat_heads, softmax
+from oomph.step.tensor.casts import to
+from oomph.step.tensor.checkpoint import checkpoint
+from oomph.step.tensor.elementwise import add, dropout, mul, neg, pointwise, scale, squashed
+from oomph.step.tensor.layout import Shape
+from oomph.step.tensor.loss import cross_entropy, enter_loss
+from oomph.step.tensor.products import linear, matmul
+from oomph.step.tensor.tape import Module, Tape, forward
+from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import cat, contiguous, part, reshape, transpose, unsqueeze
+
+# What transformers did before these releases, from its history: ...
+PADDED_LABELS_SINCE = (4, 49)  # shifted the logits by a copy, not the labels (loss_utils.py, 8ebe9d7)
+CACHE_COPIES_SINCE = (4, 56)  # kept keys and values as they were, without a copy (cache_utils.py)
+GROUPED_SINCE = (4, 54)  # repeated keys and values for every query, where sdpa can group them (9323d08)
+STRIDED_SINCE = (4, 56)  # made queries, keys and values contiguous (sdpa_attention.py, 959239d) ...
+CONTIGUOUS_SINCE = {"gpt_neox": (4, 49), "opt": (4, 52)}  # ... from the release on that a family took that function,
+CONTIGUOUS_USUALLY_SINCE = (4, 48)  # which for most is this one
+
+
+def with_bias(name: str, shape: Shape, bias: bool = True) -> Iterator[tuple[str, Shape]]:
+    """The names and shapes of a layer's weight and, where it has one, of its bias."""
+    yield f"{name}.weight", shape
+    if bias:
+        yield f"{name}.bias", shape[:1]
+
+
+def causal_lm(
+    m: Module, hidden_states: Tensor, labels: Tensor, table: str, upcasts: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The end of a ...ForCausalLM.forward: logits and loss. `table` is the embedding that a tied head shares."""
+    c, tape = m.config, m.tape
+    head = (m / table if c.tie_weights else m / "lm_head").parameter("weight")
+    logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
+    if c.final_logit_softcapping:
+        tape.kind = Kind.LOGITS
+        logits = scale(logits, "div")
+        logits = squashed(logits, "tanh")
+        logits = scale(logits)
+    enter_loss(tape)
+    tape.scope = "loss"
+    return logits, causal_lm_loss(logits, labels, c.transformers_version, upcasts)
+
+
+def head_dim(c: Any) -> int:
+    """The size of a head."""
+    return int(c.head_dim or c.n_embd // c.n_head)
+
+
+def _shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """All rows but the last of each sequence, copied."""
+    tokens = labels.shape[1]
+    shift_logits = contiguous(part(logits, 0, tokens - 1, dim=1))
+    shift_labels = contiguous(part(labels, 1, tokens, dim=1))
+    return cross_entropy(shift_logits, shift_labels)
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor, version: str = NEWEST_TRANSFORMERS, upcasts: bool = False) -> Tensor:
+    """ForCausalLMLoss: logits in float32, labels shifted by one; before that, the logits."""
+    tape, (batch, tokens) = logits.tape, labels.shape
+    if release(version) < PADDED_LABELS_SINCE:
+        return _shifted_loss(to(logits, "float32") if upcasts else logits, labels)
+    logits = to(logits, "float32")
+    labels = tape.made("labels", (batch, tokens + 1), "int64", (labels,), kind=Kind.INPUTS)
+    shift_labels = labels  # of one row all but the first is in one piece
+    if batch > 1:
+        shift_labels = tape.made("shift_labels", (batch, tokens), "int64", (labels,), kind=Kind.INPUTS)
+    return cross_entropy(logits, shift_labels)
+
+
+def run_layer(c: Any, tape: Tape, run: Callable[[Tensor], Tensor], hidden_states: Tensor, *given: Tensor) -> Tensor:
+    """GradientCheckpointingLayer's call. Whatever the block was given is held until it is computed again."""
+    if not tape.grad_enabled or tape.block is None or tape.block >= c.checkpoint_layers:
+        return run(hidden_states)
+    return checkpoint(tape, partial(_given, run, given), hidden_states, random=True)
+
+
+def _given(run: Callable[[Tensor], Tensor], _given: Sequence[Tensor], hidden_states: Tensor) -> Tensor:
+    return run(hidden_states)
+
+
+def positions(tape: Tape, tokens: int) -> Tensor:
+    """position_ids, of one row."""
+    numbers = tape.made("positions", (tokens,), "int64", kind=Kind.INPUTS)
+    shifted = tape.made("positions", (tokens,), "int64", (numbers,), kind=Kind.INPUTS)
+    return reshape(shifted, 1, tokens)
+
+
+def causal_mask(
+    c: Any, tape: Tape, batch: int, tokens: int, dtype: str, sliding: bool, packed: bool = True
+) -> Tensor | None:
+    """create_causal_mask and create_sliding_window_causal_mask: None where the kernel's own causal mask does.
+
+    A boolean mask for sdpa, numbers to add for eager attention. `packed`: it is told the positions, and looks whether
+    they are of several sequences in a row.
+    """
+    if packed and tape.compiles:  # transformers decides nothing by what a tensor holds while it is traced
+        flags = tape.made("window" if sliding else "mask", (batch, 1, tokens, tokens), "bool", kind=Kind.ATTENTION)
+        return pointwise("where", flags, dtype=dtype) if c.attn_logit_softcapping else flags
+    if c.padding:
+        return _padding_mask(c, tape, batch, tokens, dtype, sliding)
+    if packed and not c.use_cache:
+        _look_for_packed_sequences(tape, batch, tokens)
+    windowed = sliding and tokens >= (c.sliding_window or 0)
+    if not windowed and not c.attn_logit_softcapping:
+        return None
+    square = (tokens, tokens)
+
+    def made(shape: Shape, dtype: str = "int64") -> Tensor:
+        return tape.made("mask", shape, dtype, kind=Kind.ATTENTION)
+
+    ranges = [made((batch,)), made((1,))]
+    for _ in range(2):  # queries and keys: numbers, then shifted by what is cached
+        numbers = made((tokens,))
+        ranges.append(made((tokens,)))
+        del numbers
+    if sliding:
+        true, border = made((1,), "bool"), made((tokens,))
+        near = made(square, "bool")
+        del border
+        near = made(square, "bool")  # and what was true before
+        del true
+        before = made(square, "bool")
+        mask = made(square, "bool")
+        del before, near
+    else:
+        mask = made(square, "bool")
+    ranges.clear()
+    if not c.attn_logit_softcapping:
+        return mask.seen((batch, 1, *square), (0, 0, tokens, 1))
+    scalars = [made((), dtype) for _ in range(2)]
+    numbers = made((batch, 1, *square), dtype)
+    del scalars
+    return numbers
+
+
+def _padding_mask(c: Any, tape: Tape, batch: int, tokens: int, dtype: str, sliding: bool) -> Tensor:
+    """A mask for each sequence: its own tokens, the earlier ones alone, and of these those in the window."""
+
+    def made(shape: Shape, dtype: str = "bool") -> Tensor:
+        return tape.made("mask", shape, dtype, kind=Kind.ATTENTION)
+
+    padding_mask = made((batch, tokens))
+    mask = made((tokens, tokens))
+    for _ in range(2 if sliding else 1):
+        mask = made((tokens, tokens))
+    mine = made((batch, 1, 1, tokens))
+    mask = made((batch, 1, tokens, tokens))
+    del padding_mask, mine
+    return pointwise("where", mask, dtype=dtype) if c.attn_logit_softcapping else mask
+
+
+def _look_for_packed_sequences(tape: Tape, batch: int, tokens: int) -> None:
+    """find_packed_sequence_indices, which finds none: a few passes over the positions."""
+
+    def made(count: int, dtype: str = "int64") -> Tensor:
+        return tape.made("packed", (batch, count), dtype, kind=Kind.INPUTS)
+
+    first_dummy_value = made(1)
+    prepended = made(tokens + 1)
+    position_diff = made(tokens)
+    del prepended
+    differs = made(tokens, "bool")
+    spent = (8 * batch * tokens,)  # a running sum of booleans is one of their int64 copy
+    packed_sequence_mask = tape.made("packed", (batch, tokens), "int64", kind=Kind.INPUTS, spent=spent)
+    del differs
+    is_zero = made(1, "bool")
+    every = tape.made("packed", (), "bool", kind=Kind.INPUTS)
+    del is_zero, every, packed_sequence_mask, position_diff, first_dummy_value
+
+
+@forward
+def rotary_embedding(m: Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, in x's dtype."""
+    c, tape, tokens = m.config, m.tape, position_ids.shape[1]
+    half = -(-int(head_dim(c) * (c.partial_rotary_factor or 1.0)) // 2)
+    numbers = tape.made("positions", (1, tokens, 1), "float32", (position_ids,))
+    freqs = tape.made("freqs", (1, tokens, half), "float32", (numbers,))
+    del numbers
+    emb = tape.made("emb", (1, tokens, 2 * half), "float32", (freqs, freqs))
+    cos = _scaled(tape.made("cos", emb.shape, "float32", (emb,)))
+    sin = _scaled(tape.made("sin", emb.shape, "float32", (emb,)))
+    return (cos, sin) if c.model_type == "olmo2" else (to(cos, x.dtype), to(sin, x.dtype))
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return pointwise("mul", x)
+
+
+def by_head(x: Tensor, size: int) -> Tensor:
+    """(batch, tokens, width) as (batch, tokens, heads, head size)."""
+    return reshape(x, *x.shape[:2], x.shape[-1] // size, size)
+
+
+def heads(x: Tensor, size: int) -> Tensor:
+    """(batch, tokens, width) as (batch, heads, tokens, head size): views."""
+    return transpose(by_head(x, size), 1, 2)
+
+
+def rotate(c: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """apply_rotary_pos_emb. Phi-3 rotates a part of each head, be it all of it."""
+    cos, sin = unsqueeze(cos, 1), unsqueeze(sin, 1)
+    if c.model_type not in ("phi3", "gpt_neox"):
+        q_embed = rotated(q, cos, sin)
+        k_embed = rotated(k, cos, sin)
+        return (to(q_embed, q.dtype), to(k_embed, k.dtype)) if c.model_type == "olmo2" else (q_embed, k_embed)
+    size = cos.shape[-1]
+    q_rot, q_pass = part(q, 0, size), part(q, size, q.shape[-1])
+    k_rot, k_pass = part(k, 0, size), part(k, size, k.shape[-1])
+    if c.model_type == "gpt_neox":
+        q_embed, k_embed = rotated(q_rot, cos, sin), rotated(k_rot, cos, sin)
+        q_embed = cat([q_embed, q_pass])
+        return q_embed, cat([k_embed, k_pass])
+    q_embed = cat([rotated(q_rot, cos, sin), q_pass])
+    return q_embed, cat([rotated(k_rot, cos, sin), k_pass])
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(x * cos) + (rotate_half(x) * sin)."""
+    return add(mul(x, cos), mul(rotate_half(x), sin))
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    middle = x.shape[-1] // 2
+    first, second = part(x, 0, middle), part(x, middle, x.shape[-1])
+    return cat([neg(second), first])
+
+
+def remembered(m: Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """DynamicCache.update: keys and values appended to what is remembered, here nothing, in the keys' dtype."""
+    if not m.config.use_cache:
+        return key, value
+    if release(m.config.transformers_version) < CACHE_COPIES_SINCE:
+        m.tape.cache += [key.storage, value.storage]
+        return key, value
+    nothing = m.tape.buffer("cache", (*key.shape[:2], 0, key.shape[3]), key.dtype)
+    key = cat([nothing, key], dim=2)
+    value = cat([nothing, value], dim=2)
+    m.tape.cache += [key.storage, value.storage]
+    return key, value
+
+
+def attention_interface(m: Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """transformers' sdpa or eager attention: (batch, tokens, heads, head size), contiguous."""
+    c, tape = m.config, m.tape
+    groups = q.shape[1] // k.shape[1]
+    version = release(c.transformers_version)
+    outer, tape.kind = tape.kind, Kind.ATTENTION
+    if not c.attn_logit_softcapping:
+        if mask is not None or k.shape[-1] > FLASH_HEAD_SIZE or version < GROUPED_SINCE:
+            k, v = repeat_heads(k, groups), repeat_heads(v, groups)
+        if CONTIGUOUS_SINCE.get(c.model_type, CONTIGUOUS_USUALLY_SINCE) <= version < STRIDED_SINCE:
+            q = contiguous(q)
+            k = contiguous(k)
+            v = contiguous(v)
+        attn_output = attend(q, k, v, kernel=c.attention, rate=c.attention_dropout or 0.0, mask=mask)
+        attn_output = contiguous(transpose(attn_output, 1, 2))
+        tape.kind = outer
+        return attn_output
+    key_states, value_states = repeat_heads(k, groups), repeat_heads(v, groups)
+    weights = scale(matmul(q, transpose(key_states, 2, 3)))
+    weights = scale(weights, "div")
+    weights = squashed(weights, "tanh")
+    weights = scale(weights)
+    assert mask is not None
+    weights = add(weights, mask)
+    weights = to(softmax(weights, "float32"), q.dtype)
+    weights = dropout(weights, c.attention_dropout or 0.0)
+    attn_output = matmul(weights, value_states)
+    attn_output = contiguous(transpose(attn_output, 1, 2))
+    tape.kind = outer
+    return attn_output
