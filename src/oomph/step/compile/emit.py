@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from oomph.step.compile.fuse import Group
 from oomph.step.compile.graph import How
-from oomph.step.compile.lower import Source, Task
+from oomph.step.compile.tasks import Source, Task
 from oomph.step.ops import Buffer, Kernel, Op, Phase
 from oomph.step.tensor.layout import ITEM_BYTES, numel
 

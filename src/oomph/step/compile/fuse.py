@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from oomph.step.compile.lower import SMS, Access, Place, Source, Task
+from oomph.step.compile.lower import SMS
+from oomph.step.compile.tasks import Access, Place, Source, Task
 from oomph.step.tensor.layout import ITEM_BYTES, numel
 
 _MOST_TASKS = 64  # torch._inductor.config.max_fusion_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from oomph.step.compile.graph import How, Value
+from oomph.step.compile.tasks import Cell, Read, Source, Task, View, broadcast, merged, placed, through
 from oomph.step.ops import Kind
 from oomph.step.tensor.layout import ITEM_BYTES, Shape, numel
 
@@ -19,181 +20,6 @@ _OPERATIONS = 30  # realize_opcount_threshold
 _UNROLLED = 8  # unroll_reductions_threshold
 _OPERANDS = dict.fromkeys(("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt", "1"), 2) | {"where": 3}
 _HEAVY = ("exp", "log", "sigmoid", "tanh")  # on a CPU written where several read them
-
-Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
-Access = Place | None  # None: places that are computed
-
-
-class Source:
-    """A buffer: an input of the program, or what a task writes."""
-
-    __slots__ = (
-        "batched",
-        "block",
-        "bytes",
-        "donated",
-        "dtype",
-        "freeable",
-        "is_output",
-        "kind",
-        "name",
-        "root",
-        "strides",
-        "task",
-        "users",
-    )
-
-    def __init__(
-        self, name: str, size_bytes: int, dtype: str, kind: Kind, block: int | None, task: Task | None
-    ) -> None:
-        self.name, self.bytes, self.dtype, self.kind, self.block = name, size_bytes, dtype, kind, block
-        self.task = task
-        self.users: list[Task] = []
-        self.is_output = False
-        self.freeable = task is not None  # of inputs: those that forward saved
-        self.donated = task is not None  # it may be overwritten
-        self.root: Source = self  # whose memory it is
-        self.batched = False  # its size grows with the batch
-        self.strides: Shape = ()
-
-    def __repr__(self) -> str:
-        return f"<{self.name} {self.bytes}>"
-
-
-class Task:
-    """One operation of the program: a loop over `numel` results of `reduced` numbers each, or a kernel from outside."""
-
-    __slots__ = (
-        "ancestors", "index", "is_extern", "is_reduction", "numel", "reads", "reduced", "rows_first", "shape", "value",
-        "whole", "writes",
-    )  # fmt: skip
-
-    def __init__(self, index: int, value: Value, count: int, reduced: int, is_extern: bool = False) -> None:
-        self.index, self.value = index, value
-        self.numel, self.reduced = count, reduced
-        self.is_reduction = reduced > 1
-        self.is_extern = is_extern
-        self.reads: dict[Source, set[Access]] = {}
-        self.writes: list[tuple[Source, Access]] = []
-        self.ancestors = 0  # the tasks it depends on, each a bit
-        self.shape: Shape = value.shape  # its loops, before any is joined
-        self.whole = (count, reduced)  # of a reduction that is split: what it is part of
-        self.rows_first = True  # a reduction along rows, as memory has them
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it computes its results from nothing (ir.py `ComputedBuffer.make_loader` computes them again)."""
-        return not self.reads and not self.is_extern and self.value.how is not How.RANDOM
-
-    def read(self, source: Source, access: Access) -> None:
-        if source not in self.reads:
-            self.reads[source] = set()
-            source.users.append(self)
-        self.reads[source].add(access)
-
-
-Read = tuple[Source, Shape | None, int]  # the buffer, its strides over the reader's shape, where it begins
-
-
-class _Cell:
-    """A result: where it is, or how it is computed."""
-
-    __slots__ = ("ops", "reads", "shape", "source", "strides", "value")
-
-    def __init__(self, value: Value, shape: Shape, strides: Shape) -> None:
-        self.value, self.shape, self.strides = value, shape, strides
-        self.source: Source | None = None
-        self.reads: list[Read] = []
-        self.ops: frozenset[int] = frozenset()
-
-    @property
-    def buffers(self) -> int:
-        return len({source for source, _, _ in self.reads})
-
-
-class _View:
-    """A cell as a value sees it."""
-
-    __slots__ = ("cell", "offset", "shape", "strides")
-
-    def __init__(self, cell: _Cell, shape: Shape, strides: Shape, offset: int = 0) -> None:
-        self.cell, self.shape, self.strides, self.offset = cell, shape, strides, offset
-
-
-def merged(shape: Sequence[int], strides: Sequence[int] | None, offset: int = 0) -> Access:
-    """An access with its loops joined where they run on."""
-    if strides is None:
-        return None
-    sizes: list[int] = []
-    steps: list[int] = []
-    for size, step in zip(shape, strides, strict=True):
-        if size == 1 or step == 0:  # read again where it was
-            continue
-        if sizes and steps[-1] == step * size:
-            sizes[-1] *= size
-            steps[-1] = step
-        else:
-            sizes.append(size)
-            steps.append(step)
-    return tuple(sizes), tuple(steps), offset
-
-
-def _through(view: _View, read: Read) -> Read:
-    """What a view of a cell reads of a buffer that the cell reads."""
-    source, strides, start = read
-    base_shape, base = view.cell.shape, view.cell.strides
-    if strides is None or (view.shape == base_shape and view.strides == base and not view.offset):
-        return read
-    dims = sorted([(base[d], base_shape[d], strides[d]) for d in range(len(base)) if base_shape[d] > 1], reverse=True)
-    result: list[int] = []
-    for size, step in zip(view.shape, view.strides, strict=True):
-        found = 0 if size == 1 or step == 0 else _along(dims, size, step)
-        if found is None:
-            return source, None, 0
-        result.append(found)
-    left = view.offset
-    for outer, _, own in dims:
-        start += left // outer * own
-        left %= outer
-    return source, tuple(result), start
-
-
-def _along(dims: Sequence[tuple[int, int, int]], size: int, step: int) -> int | None:
-    """The stride in a buffer of what has this stride in the cell; None where it has none."""
-    for place in range(len(dims) - 1, -1, -1):
-        outer, count, own = dims[place]
-        if outer <= step < outer * count:
-            if step % outer:
-                return None
-            reach = size * (step // outer)
-            while reach > count:  # it runs on into the next dimension
-                if (
-                    reach % count
-                    or place == 0
-                    or dims[place - 1][2] != own * count
-                    or dims[place - 1][0] != outer * count
-                ):
-                    return None
-                place -= 1
-                count *= dims[place][1]
-            return own * (step // outer)
-    return None
-
-
-def _broadcast(read: Read, shape: Shape, wide: Shape) -> Read:
-    source, strides, start = read
-    if strides is None or shape == wide:
-        return read
-    missing = len(wide) - len(shape)
-    own = [0 if size == 1 != wide[place + missing] else strides[place] for place, size in enumerate(shape)]
-    return source, (*([0] * missing), *own), start
-
-
-def _placed(read: Read, dim: int, start: int) -> Read:
-    """What is read of an operand that begins at a place of the result: the loops run over the whole result."""
-    source, strides, offset = read
-    return read if strides is None else (source, strides, offset - start * strides[dim])
-
 
 _PADDED_FROM = 1024  # torch._inductor.config.padding_stride_threshold
 _ALIGNED_BYTES = 128  # padding_alignment_bytes
@@ -231,11 +57,11 @@ class Lowering:
         self.inside = set(graph)
         self.outputs = set(outputs)
         self.tasks: list[Task] = []
-        self.views: dict[Value, _View] = {}
+        self.views: dict[Value, View] = {}
         for value, source in given.items():
-            cell = _Cell(value, value.shape, value.strides)
+            cell = Cell(value, value.shape, value.strides)
             cell.source = source
-            self.views[value] = _View(cell, value.shape, value.strides)
+            self.views[value] = View(cell, value.shape, value.strides)
         self.items: dict[Value, dict[int, Source]] = {}
 
     def run(self) -> dict[Value, Source]:
@@ -272,18 +98,18 @@ class Lowering:
 
     def _view(self, value: Value) -> None:
         of = self.views[value.inputs[0]]
-        self.views[value] = _View(of.cell, value.shape, value.strides, of.offset + value.offset)
+        self.views[value] = View(of.cell, value.shape, value.strides, of.offset + value.offset)
 
     def _item(self, value: Value) -> None:
         call = value.inputs[0]
         if call.facts.get("view"):
             of = self.views[call.inputs[0]]
-            self.views[value] = _View(of.cell, value.shape, value.strides, of.offset + value.offset)
+            self.views[value] = View(of.cell, value.shape, value.strides, of.offset + value.offset)
             return
         if call.facts.get("reduction"):
             self._statistics(call)
         if value not in self.views:  # one that nothing reads
-            self.views[value] = _View(_Cell(value, value.shape, value.strides), value.shape, value.strides)
+            self.views[value] = View(Cell(value, value.shape, value.strides), value.shape, value.strides)
 
     def _statistics(self, call: Value) -> None:
         """var_mean: two results of one pass."""
@@ -295,7 +121,7 @@ class Lowering:
                 self.views[item] = self._reduction(item, call.inputs[0])
 
     def _pointwise(self, value: Value) -> None:
-        cell = _Cell(value, value.shape, value.strides)
+        cell = Cell(value, value.shape, value.strides)
         ops: set[int] = {value.index}
         if len(value.inputs) < _OPERANDS.get(value.op.partition("_")[0].partition(".")[0], 0):
             ops.add(-value.index)  # the number that it adds, multiplies or compares with is an operation too
@@ -309,25 +135,25 @@ class Lowering:
                 if indirect:
                     read = (read[0], None, 0)
                 elif places is not None:
-                    read = _placed(read, places[0], places[1][index])
+                    read = placed(read, places[0], places[1][index])
                 else:
-                    read = _broadcast(read, view.shape, value.shape)
+                    read = broadcast(read, view.shape, value.shape)
                 reads[read] = None
         cell.reads, cell.ops = list(reads), frozenset(ops)
-        self.views[value] = _View(cell, value.shape, value.strides)
+        self.views[value] = View(cell, value.shape, value.strides)
         if value.how is How.RANDOM:
             self._write(cell)
 
-    def _reads(self, view: _View) -> list[Read]:
+    def _reads(self, view: View) -> list[Read]:
         """What is read to compute a view; what reads nothing itself is computed again, written or not."""
         source = view.cell.source
         if source is None:
-            return [_through(view, read) for read in view.cell.reads]
+            return [through(view, read) for read in view.cell.reads]
         if source.task is not None and source.task.is_constant:
             return []
         return [(source, view.strides, view.offset)]
 
-    def _reduction(self, value: Value, operand: Value | None = None) -> _View:
+    def _reduction(self, value: Value, operand: Value | None = None) -> View:
         operand = operand or value.inputs[0]
         view, count = self.views[operand], max(1, numel(value.shape))
         reduced = numel(operand.shape) // count
@@ -351,7 +177,7 @@ class Lowering:
             task.read(partial, None)
         return self._result(task, value)
 
-    def _by_rows(self, value: Value, view: _View, rows: int) -> _View:
+    def _by_rows(self, value: Value, view: View, rows: int) -> View:
         """A sum of everything: of each row first, as what it reads was summed up, then of the rows."""
         task = self._task(value, rows, numel(view.shape) // rows)
         task.shape = view.shape
@@ -363,12 +189,12 @@ class Lowering:
         task.read(partial, ((rows,), (1,), 0))
         return self._result(task, value)
 
-    def _unrolled(self, value: Value, view: _View) -> _View:
+    def _unrolled(self, value: Value, view: View) -> View:
         """A sum of a few numbers is elementwise."""
-        cell = _Cell(value, value.shape, value.strides)
+        cell = Cell(value, value.shape, value.strides)
         cell.reads = list(dict.fromkeys([(source, None, 0) for source, _, _ in self._reads(view)]))
         cell.ops = view.cell.ops | {value.index}
-        return _View(cell, value.shape, value.strides)
+        return View(cell, value.shape, value.strides)
 
     def _kernel(self, value: Value) -> None:
         task = self._extern(value)
@@ -387,7 +213,7 @@ class Lowering:
     def _scatter(self, value: Value) -> None:
         """Zeros are written, then the rows are added in place."""
         zeros, *rest = value.inputs
-        cell = _Cell(value, value.shape, value.strides)
+        cell = Cell(value, value.shape, value.strides)
         cell.source = source = self._write(_fresh(self.views[zeros].cell))
         source.name, source.kind = value.name, value.kind
         rows = rest[-1]
@@ -398,14 +224,14 @@ class Lowering:
         for operand in rest:
             view = self.views[operand]
             for read in self._reads(view):
-                wide = _broadcast(read, view.shape, rows.shape) if operand is rows else (read[0], None, 0)
+                wide = broadcast(read, view.shape, rows.shape) if operand is rows else (read[0], None, 0)
                 task.read(wide[0], merged(rows.shape, wide[1], wide[2]))
         task.read(source, None)
         after = self._source(task, value, 0, value.kind)
         after.root = source
         task.writes.append((after, None))
         cell.source = after
-        self.views[value] = _View(cell, value.shape, value.strides)
+        self.views[value] = View(cell, value.shape, value.strides)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -429,17 +255,17 @@ class Lowering:
         if (cell.buffers > _READS or self._is_large(cell)) and self._nontrivial(cell) > 1:
             self._write(cell)
 
-    def _nontrivial(self, cell: _Cell) -> int:
+    def _nontrivial(self, cell: Cell) -> int:
         """Reads at places that are not always the same."""
         return sum(strides is None or any(strides) for _, strides, _ in cell.reads)
 
-    def _is_large(self, cell: _Cell) -> bool:
+    def _is_large(self, cell: Cell) -> bool:
         return len(cell.ops) + len(cell.reads) > _OPERATIONS
 
-    def _is_heavy(self, cell: _Cell) -> bool:
+    def _is_heavy(self, cell: Cell) -> bool:
         return cell.value.op.partition("_")[0] in _HEAVY
 
-    def _write(self, cell: _Cell, shape: Shape | None = None) -> Source:
+    def _write(self, cell: Cell, shape: Shape | None = None) -> Source:
         """Its buffer, written if it is not there, in loops over `shape`."""
         if cell.source is None:
             task = self._task(cell.value, numel(cell.shape), 1)
@@ -461,16 +287,16 @@ class Lowering:
         source.batched = size_bytes != value.bytes or value.bytes % self.batch_size == 0  # padded, or in part a sum
         return source
 
-    def _result(self, task: Task, value: Value) -> _View:
-        cell = _Cell(value, value.shape, value.strides)
+    def _result(self, task: Task, value: Value) -> View:
+        cell = Cell(value, value.shape, value.strides)
         padded = self.cuda and value not in self.visible and value.how is not How.ITEM
         size = padded_bytes(value.shape, value.strides, value.dtype) if padded else value.bytes
         cell.source = self._source(task, value, size, value.kind)
         task.writes.append((cell.source, merged(value.shape, value.strides)))
-        return _View(cell, value.shape, value.strides)
+        return View(cell, value.shape, value.strides)
 
 
-def _rows_before(cell: _Cell) -> int:
+def _rows_before(cell: Cell) -> int:
     """How many rows the sums had that a result is computed from, if all had as many (ir.py `num_splits`)."""
     found: set[tuple[int, int]] = set()
     tasks = {source.task for source, _, _ in cell.reads}
@@ -508,9 +334,9 @@ def base_of(value: Value) -> Value:
         value = value.inputs[0]
 
 
-def _fresh(cell: _Cell) -> _Cell:
+def _fresh(cell: Cell) -> Cell:
     """A copy that is written for itself."""
-    return _Cell(cell.value, cell.shape, cell.strides)
+    return Cell(cell.value, cell.shape, cell.strides)
 
 
 SMS, _THREADS = 108, 2048  # multiprocessors and threads of the card assumed here: they move a few kilobytes

@@ -16,10 +16,11 @@ from oomph.step.compile.depth import deepened
 from oomph.step.compile.emit import emitted
 from oomph.step.compile.fuse import fused
 from oomph.step.compile.graph import How, Recorder, Traced, Value
-from oomph.step.compile.lower import Lowering, Source, base_of
+from oomph.step.compile.lower import Lowering, base_of
 from oomph.step.compile.order import ordered
 from oomph.step.compile.partition import Graphs, partition
 from oomph.step.compile.rewrite import rewritten
+from oomph.step.compile.tasks import Source
 from oomph.step.depth import Gap, UnlikeBlocksError, block_of, sample
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 from oomph.step.precision import precision

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 from oomph.step.compile.fuse import Group
 from oomph.step.compile.graph import How
-from oomph.step.compile.lower import Source
+from oomph.step.compile.tasks import Source
 
 
 class _Unit:

@@ -1,0 +1,183 @@
+"""A lowered program: buffers, the tasks that write them, and at which places tasks read buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oomph.step.compile.graph import How, Value
+from oomph.step.ops import Kind
+from oomph.step.tensor.layout import Shape
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
+Access = Place | None  # None: places that are computed
+
+
+class Source:
+    """A buffer: an input of the program, or what a task writes."""
+
+    __slots__ = (
+        "batched",
+        "block",
+        "bytes",
+        "donated",
+        "dtype",
+        "freeable",
+        "is_output",
+        "kind",
+        "name",
+        "root",
+        "strides",
+        "task",
+        "users",
+    )
+
+    def __init__(
+        self, name: str, size_bytes: int, dtype: str, kind: Kind, block: int | None, task: Task | None
+    ) -> None:
+        self.name, self.bytes, self.dtype, self.kind, self.block = name, size_bytes, dtype, kind, block
+        self.task = task
+        self.users: list[Task] = []
+        self.is_output = False
+        self.freeable = task is not None  # of inputs: those that forward saved
+        self.donated = task is not None  # it may be overwritten
+        self.root: Source = self  # whose memory it is
+        self.batched = False  # its size grows with the batch
+        self.strides: Shape = ()
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.bytes}>"
+
+
+class Task:
+    """One operation of the program: a loop over `numel` results of `reduced` numbers each, or a kernel from outside."""
+
+    __slots__ = (
+        "ancestors", "index", "is_extern", "is_reduction", "numel", "reads", "reduced", "rows_first", "shape", "value",
+        "whole", "writes",
+    )  # fmt: skip
+
+    def __init__(self, index: int, value: Value, count: int, reduced: int, is_extern: bool = False) -> None:
+        self.index, self.value = index, value
+        self.numel, self.reduced = count, reduced
+        self.is_reduction = reduced > 1
+        self.is_extern = is_extern
+        self.reads: dict[Source, set[Access]] = {}
+        self.writes: list[tuple[Source, Access]] = []
+        self.ancestors = 0  # the tasks it depends on, each a bit
+        self.shape: Shape = value.shape  # its loops, before any is joined
+        self.whole = (count, reduced)  # of a reduction that is split: what it is part of
+        self.rows_first = True  # a reduction along rows, as memory has them
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it computes its results from nothing (ir.py `ComputedBuffer.make_loader` computes them again)."""
+        return not self.reads and not self.is_extern and self.value.how is not How.RANDOM
+
+    def read(self, source: Source, access: Access) -> None:
+        if source not in self.reads:
+            self.reads[source] = set()
+            source.users.append(self)
+        self.reads[source].add(access)
+
+
+Read = tuple[Source, Shape | None, int]  # the buffer, its strides over the reader's shape, where it begins
+
+
+class Cell:
+    """A result: where it is, or how it is computed."""
+
+    __slots__ = ("ops", "reads", "shape", "source", "strides", "value")
+
+    def __init__(self, value: Value, shape: Shape, strides: Shape) -> None:
+        self.value, self.shape, self.strides = value, shape, strides
+        self.source: Source | None = None
+        self.reads: list[Read] = []
+        self.ops: frozenset[int] = frozenset()
+
+    @property
+    def buffers(self) -> int:
+        return len({source for source, _, _ in self.reads})
+
+
+class View:
+    """A cell as a value sees it."""
+
+    __slots__ = ("cell", "offset", "shape", "strides")
+
+    def __init__(self, cell: Cell, shape: Shape, strides: Shape, offset: int = 0) -> None:
+        self.cell, self.shape, self.strides, self.offset = cell, shape, strides, offset
+
+
+def merged(shape: Sequence[int], strides: Sequence[int] | None, offset: int = 0) -> Access:
+    """An access with its loops joined where they run on."""
+    if strides is None:
+        return None
+    sizes: list[int] = []
+    steps: list[int] = []
+    for size, step in zip(shape, strides, strict=True):
+        if size == 1 or step == 0:  # read again where it was
+            continue
+        if sizes and steps[-1] == step * size:
+            sizes[-1] *= size
+            steps[-1] = step
+        else:
+            sizes.append(size)
+            steps.append(step)
+    return tuple(sizes), tuple(steps), offset
+
+
+def through(view: View, read: Read) -> Read:
+    """What a view of a cell reads of a buffer that the cell reads."""
+    source, strides, start = read
+    base_shape, base = view.cell.shape, view.cell.strides
+    if strides is None or (view.shape == base_shape and view.strides == base and not view.offset):
+        return read
+    dims = sorted([(base[d], base_shape[d], strides[d]) for d in range(len(base)) if base_shape[d] > 1], reverse=True)
+    result: list[int] = []
+    for size, step in zip(view.shape, view.strides, strict=True):
+        found = 0 if size == 1 or step == 0 else _along(dims, size, step)
+        if found is None:
+            return source, None, 0
+        result.append(found)
+    left = view.offset
+    for outer, _, own in dims:
+        start += left // outer * own
+        left %= outer
+    return source, tuple(result), start
+
+
+def _along(dims: Sequence[tuple[int, int, int]], size: int, step: int) -> int | None:
+    """The stride in a buffer of what has this stride in the cell; None where it has none."""
+    for place in range(len(dims) - 1, -1, -1):
+        outer, count, own = dims[place]
+        if outer <= step < outer * count:
+            if step % outer:
+                return None
+            reach = size * (step // outer)
+            while reach > count:  # it runs on into the next dimension
+                if (
+                    reach % count
+                    or place == 0
+                    or dims[place - 1][2] != own * count
+                    or dims[place - 1][0] != outer * count
+                ):
+                    return None
+                place -= 1
+                count *= dims[place][1]
+            return own * (step // outer)
+    return None
+
+
+def broadcast(read: Read, shape: Shape, wide: Shape) -> Read:
+    source, strides, start = read
+    if strides is None or shape == wide:
+        return read
+    missing = len(wide) - len(shape)
+    own = [0 if size == 1 != wide[place + missing] else strides[place] for place, size in enumerate(shape)]
+    return source, (*([0] * missing), *own), start
+
+
+def placed(read: Read, dim: int, start: int) -> Read:
+    """What is read of an operand that begins at a place of the result: the loops run over the whole result."""
+    source, strides, offset = read
+    return read if strides is None else (source, strides, offset - start * strides[dim])
