@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomph.predict.allocator.blocks import ALLOCATED, Block
+from oomph.predict.allocator.blocks import ALLOCATED, MemoryBlock
 from oomph.predict.allocator.caching import CachingAllocator, OutOfMemoryError
 
 MIB = 2**20
@@ -231,7 +231,7 @@ moves = st.lists(
 capacities = st.one_of(st.none(), st.integers(0, 120 * MIB), st.sampled_from([40 * MIB, 64 * MIB]))
 
 
-def segments(allocator: CachingAllocator, live: list[Block]) -> list[tuple[str, list[tuple[int, int, str]]]]:
+def segments(allocator: CachingAllocator, live: list[MemoryBlock]) -> list[tuple[str, list[tuple[int, int, str]]]]:
     """Every segment with memory behind some of it: its pool, and (address, size, state) of its blocks."""
     found: dict[int, tuple[str, list[tuple[int, int, str]]]] = {}
     for pool in (allocator.small, allocator.large):
@@ -244,7 +244,7 @@ def segments(allocator: CachingAllocator, live: list[Block]) -> list[tuple[str, 
     return [found[address] for address in sorted(found)]
 
 
-def state_of(block: Block) -> str:
+def state_of(block: MemoryBlock) -> str:
     return FREE if block.key > 0 else USED if block.key == ALLOCATED else UNMAPPED
 
 
@@ -252,10 +252,10 @@ def play(
     program: list[tuple[str, int]],
     capacity: int | None,
     expandable: bool,
-    check: Callable[[CachingAllocator, list[Block], str], None],
-) -> tuple[CachingAllocator, list[Block]]:
+    check: Callable[[CachingAllocator, list[MemoryBlock], str], None],
+) -> tuple[CachingAllocator, list[MemoryBlock]]:
     """Run a program, checking after every move."""
-    allocator, live = CachingAllocator(capacity, expandable), list[Block]()
+    allocator, live = CachingAllocator(capacity, expandable), list[MemoryBlock]()
     for move, amount in program:
         if move == "allocate":
             try:
@@ -278,7 +278,7 @@ def test_it_does_at_every_move_what_the_plain_allocator_does(
     oracle, pieces = OracleAllocator(capacity, expandable), list[Piece | None]()
     todo = iter(program)
 
-    def check(allocator: CachingAllocator, live: list[Block], move: str) -> None:
+    def check(allocator: CachingAllocator, live: list[MemoryBlock], move: str) -> None:
         _, amount = next(todo)
         if move == "failed":
             with pytest.raises(FullError):
@@ -302,7 +302,7 @@ def test_it_does_at_every_move_what_the_plain_allocator_does(
 def test_blocks_tile_their_segments_and_never_overlap(
     program: list[tuple[str, int]], capacity: int | None, expandable: bool
 ) -> None:
-    def check(allocator: CachingAllocator, live: list[Block], _: str) -> None:
+    def check(allocator: CachingAllocator, live: list[MemoryBlock], _: str) -> None:
         end_of_last_segment = 0
         for _, blocks in segments(allocator, live):
             assert blocks[0][0] >= end_of_last_segment
@@ -322,7 +322,7 @@ def test_blocks_tile_their_segments_and_never_overlap(
 def test_allocated_stays_within_reserved_and_reserved_within_capacity(
     program: list[tuple[str, int]], capacity: int | None, expandable: bool
 ) -> None:
-    def check(allocator: CachingAllocator, live: list[Block], _: str) -> None:
+    def check(allocator: CachingAllocator, live: list[MemoryBlock], _: str) -> None:
         assert 0 <= allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.peak_reserved_bytes
         assert allocator.allocated_bytes == sum(block.size for block in live)
         assert capacity is None or allocator.peak_reserved_bytes <= capacity
@@ -335,7 +335,7 @@ def test_allocated_stays_within_reserved_and_reserved_within_capacity(
 def test_it_never_asks_the_driver_while_a_free_block_fits(
     program: list[tuple[str, int]], capacity: int | None, expandable: bool
 ) -> None:
-    allocator, live = CachingAllocator(capacity, expandable), list[Block]()
+    allocator, live = CachingAllocator(capacity, expandable), list[MemoryBlock]()
     for move, amount in program:
         if move == "allocate":
             size = -(-amount // 512) * 512

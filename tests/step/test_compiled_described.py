@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak
 from oomph.step import build
-from oomph.step.compile.loop import Loop
+from oomph.step.compile.loop import CompiledLoop
 from oomph.step.compile.programs import programs
 from oomph.step.loop import model_buffers
 from oomph.step.ops import Kernel, Kind, Section, Step
@@ -56,7 +56,7 @@ def planned(model: Hf, precision: str) -> Step:
 
 def described(config: TrainConfig) -> Step:
     """The same from the description."""
-    loop = Loop(programs(config, True, 1, False), 2, 0)
+    loop = CompiledLoop(programs(config, True, 1, False), 2, 0)
     return loop.step(Optimizer(config, True, parameters(config)), model_buffers(config, True), first=False)
 
 

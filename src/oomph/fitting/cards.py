@@ -13,7 +13,7 @@ from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.devices import Device, all_devices
 from oomph.fitting.fit import names_a_model, with_a_leanest, with_tokens
-from oomph.fitting.result import Value, is_patched
+from oomph.fitting.result import KeyValue, is_patched
 from oomph.fitting.search import Searcher, is_late, is_safe
 from oomph.fitting.space import (
     COMPILE_CAPABILITY,
@@ -33,7 +33,7 @@ class CardOption(msgspec.Struct, frozen=True):
     """A config on a card, simulated in full there."""
 
     plan: Plan
-    changes: dict[str, Value]  # to what was asked: config keys that leave the training the same
+    changes: dict[str, KeyValue]  # to what was asked: config keys that leave the training the same
     in_time: bool
 
     @property

@@ -16,13 +16,13 @@ from oomph.errors import InputError, Problem
 from oomph.fitting import verdict
 from oomph.fitting.estimate import replace
 from oomph.fitting.propose import grow, propose
-from oomph.fitting.result import KINDS, Fidelity, Fit, Option, Value
+from oomph.fitting.result import KINDS, Fidelity, Fit, KeyValue, Option
 from oomph.fitting.search import Searcher, boundary, is_evaluating, is_late, is_safe
 from oomph.fitting.space import (
     ARITHMETIC,
     HEAD_SIZE,
     SAME,
-    Row,
+    SearchRow,
     TrainingProgram,
     asked_of,
     batches,
@@ -101,7 +101,7 @@ def with_tokens(loaded: LoadedConfig, tokens: float | None) -> LoadedConfig:
         return loaded
     steps = max(1, -(-int(tokens) // tokens_per_step(loaded.config)))
     ends_together = loaded.config.lr_decay_iters == loaded.config.max_iters or not loaded.said("lr_decay_iters")
-    changes: dict[str, Value] = {"max_iters": steps}
+    changes: dict[str, KeyValue] = {"max_iters": steps}
     return with_changes(loaded, changes | ({"lr_decay_iters": steps} if ends_together else {}))
 
 
@@ -155,7 +155,7 @@ class _Fitting:
             hours_limit=self.hours,
         )
 
-    def add(self, row: Row) -> None:
+    def add(self, row: SearchRow) -> None:
         """Simulate an option and keep it, unless one that runs the same is there already."""
         program = self.programs[row.program]
         self.tell(f"{row.name}, {program.key}")
@@ -187,7 +187,7 @@ class _Fitting:
         self._keep("in time", self.searcher.in_time(program.loaded, every, fastest, self.hours), "same", SAME)
         return True
 
-    def search_nearly(self, row: Row) -> None:
+    def search_nearly(self, row: SearchRow) -> None:
         """What a change of the arithmetic allows at best: every batch, checkpoint and chunk searched with it."""
         program = variant(self.programs[row.program], row.changes, self.searcher.device)
         every = list(ladders(program))
@@ -302,23 +302,25 @@ def _rank(option: Option) -> tuple[bool, int, float]:
     return not option.fits, KINDS.index(option.kind), -(option.tokens_per_s or 0.0)
 
 
-def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[str], None]) -> Iterator[Row]:
+def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[str], None]) -> Iterator[SearchRow]:
     """The deepest and the widest model that fit, each with settings of its own. `tell` is told what is being tried."""
     base = program.settled
     tell(f"models of fewer than {base.n_layer} layers")
     layers, shallow = _largest(base.n_layer - 1, lambda n: shallower(base, n), program, searcher)
     if shallow is not None:
         effect = f"a smaller model: {layers} layers of {base.n_layer}"
-        yield Row("the deepest that fits", program.key, changes_between(base, shallow.config), "different", effect)
+        yield SearchRow(
+            "the deepest that fits", program.key, changes_between(base, shallow.config), "different", effect
+        )
     tell(f"models narrower than {base.n_embd}")
     heads, narrow = _largest((base.n_embd - 1) // HEAD_SIZE, _wide, program, searcher)
     if narrow is not None:
         effect = f"a smaller model: width {heads * HEAD_SIZE} of {base.n_embd}"
-        yield Row("the widest that fits", program.key, changes_between(base, narrow.config), "different", effect)
+        yield SearchRow("the widest that fits", program.key, changes_between(base, narrow.config), "different", effect)
 
 
 def _largest(
-    top: int, change: Callable[[int], dict[str, Value]], program: TrainingProgram, searcher: Searcher
+    top: int, change: Callable[[int], dict[str, KeyValue]], program: TrainingProgram, searcher: Searcher
 ) -> tuple[int, Plan | None]:
     """The largest number up to `top` whose model fits with a small micro-batch, and its plan at the fastest of those.
 
@@ -347,5 +349,5 @@ def _largest(
     return number, fastest(number) if number else None
 
 
-def _wide(heads: int) -> dict[str, Value]:
+def _wide(heads: int) -> dict[str, KeyValue]:
     return {"n_embd": heads * HEAD_SIZE, "n_head": heads}

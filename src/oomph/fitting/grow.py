@@ -20,7 +20,7 @@ from math import inf, log
 import msgspec
 
 from oomph.config import LoadedConfig, TrainConfig
-from oomph.fitting.result import Option, Value
+from oomph.fitting.result import KeyValue, Option
 from oomph.fitting.search import Searcher, boundary
 from oomph.fitting.space import (
     HEAD_SIZE,
@@ -183,7 +183,7 @@ class Sizer:
 
     def config(self, shape: DepthAndWidth) -> LoadedConfig:
         """The run with a model of that shape, and the schedule that suits it where the run is ours to propose."""
-        changes: dict[str, Value] = dict(shape.changes())
+        changes: dict[str, KeyValue] = dict(shape.changes())
         checkpointed = self.loaded.config.checkpoint_layers
         if checkpointed:
             changes["checkpoint_layers"] = min(checkpointed, shape.n_layer)
@@ -191,7 +191,7 @@ class Sizer:
             changes |= self._run(shape, with_changes(self.loaded, changes).config)
         return with_changes(self.loaded, changes)
 
-    def _run(self, shape: DepthAndWidth, config: TrainConfig) -> dict[str, Value]:
+    def _run(self, shape: DepthAndWidth, config: TrainConfig) -> dict[str, KeyValue]:
         """The batch and the schedule, with the keys that were given as they are: the steps follow from the batch."""
         given = self.loaded.said
         tokens = self.limits.tokens or TOKENS_PER_PARAMETER * count_nanogpt(config)
@@ -200,7 +200,7 @@ class Sizer:
         if given("max_iters"):
             tokens = config.max_iters * size * micro_steps * config.block_size
         rate = config.learning_rate if given("learning_rate") else learning_rate(shape.n_embd, shape.block_parameters)
-        run: dict[str, Value] = {"batch_size": size, "gradient_accumulation_steps": micro_steps}
+        run: dict[str, KeyValue] = {"batch_size": size, "gradient_accumulation_steps": micro_steps}
         run |= schedule(rate, tokens, size * micro_steps, config.block_size)
         return {key: value for key, value in run.items() if not given(key)}
 

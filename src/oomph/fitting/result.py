@@ -11,7 +11,7 @@ from oomph.planning.plan import Plan
 
 Fidelity = Literal["same", "nearly", "different"]
 KINDS: tuple[Fidelity, ...] = ("same", "nearly", "different")
-Value = int | float | str | bool
+KeyValue = int | float | str | bool
 
 
 def is_patched(plan: Plan) -> bool:
@@ -23,7 +23,7 @@ class Option(msgspec.Struct, frozen=True):
     """One way to run, checked by the full simulation."""
 
     name: str  # "half the micro-batch"
-    changes: dict[str, Value]  # config keys that differ from what was asked
+    changes: dict[str, KeyValue]  # config keys that differ from what was asked
     kind: Fidelity  # what it does to the mathematics: nothing but rounding, a little, or another training
     plan: Plan
     saved_mib: float  # against what was asked, as it was asked

@@ -14,7 +14,7 @@ from oomph.config import LoadedConfig, TrainConfig
 from oomph.config.settle import follows
 from oomph.devices import Device
 from oomph.fitting.estimate import period_of
-from oomph.fitting.result import Fidelity, Value
+from oomph.fitting.result import Fidelity, KeyValue
 
 # Tokens; 0, all at once, is tried too. By the clock, over 1,600 drawn models, cards and amounts of room, the fastest
 # setting with these is 0.07 % slower in the mean than with 256, 16384 and 32768 beside them, and 1 % in the worst
@@ -149,7 +149,7 @@ def _under(loaded: LoadedConfig, trainer: str) -> LoadedConfig:
     return with_changes(other, {name: getattr(plain, name) for name in names})
 
 
-def with_changes(loaded: LoadedConfig, changes: dict[str, Value]) -> LoadedConfig:
+def with_changes(loaded: LoadedConfig, changes: dict[str, KeyValue]) -> LoadedConfig:
     """The config with those keys set, and the fit named as their source."""
     config = msgspec.structs.replace(loaded.config, **changes)
     sources = {key: FIT if value is not None else "default" for key, value in changes.items()}
@@ -193,13 +193,13 @@ def ladders(program: TrainingProgram) -> Iterator[Ladder]:
             yield Ladder(lowest, counts, program.expandable_segments)
 
 
-def variant(program: TrainingProgram, changes: dict[str, Value], device: Device) -> TrainingProgram:
+def variant(program: TrainingProgram, changes: dict[str, KeyValue], device: Device) -> TrainingProgram:
     """The program running the config with those keys changed, everything else still free to be set."""
     loaded = with_changes(program.loaded, changes)
     return msgspec.structs.replace(program, loaded=loaded, settled=configs.settle(loaded, device).config)
 
 
-def resized(program: TrainingProgram, changes: dict[str, Value], device: Device) -> TrainingProgram:
+def resized(program: TrainingProgram, changes: dict[str, KeyValue], device: Device) -> TrainingProgram:
     """The program running a model of another size, with as many blocks to checkpoint as that has."""
     other = variant(program, changes, device)
     counts = _own_first(other.settled.checkpoint_layers, range(other.settled.n_layer + 1))
@@ -210,7 +210,7 @@ def _sensible(chunk: int, rows: int) -> bool:
     return chunk == 0 or chunk < rows <= MOST_CHUNKS * chunk
 
 
-def changes_between(asked: TrainConfig, chosen: TrainConfig) -> dict[str, Value]:
+def changes_between(asked: TrainConfig, chosen: TrainConfig) -> dict[str, KeyValue]:
     """The keys whose values differ, with the chosen ones. Both are settled, so that no value is None.
 
     What follows from the model's other numbers in both is no change of its own.
@@ -220,62 +220,62 @@ def changes_between(asked: TrainConfig, chosen: TrainConfig) -> dict[str, Value]
     return {name: getattr(chosen, name) for name in differ if not (follows(asked, name) and follows(chosen, name))}
 
 
-class Row(msgspec.Struct, frozen=True):
+class SearchRow(msgspec.Struct, frozen=True):
     """A change to try."""
 
     name: str
     program: str  # key of the program that would run it
-    changes: dict[str, Value]  # to that program's config
+    changes: dict[str, KeyValue]  # to that program's config
     kind: Fidelity
     effect: str
 
 
-def same_rows(programs: dict[str, TrainingProgram], asked: str) -> Iterator[Row]:
+def same_rows(programs: dict[str, TrainingProgram], asked: str) -> Iterator[SearchRow]:
     """What leaves the mathematics as it is; the program asked for first."""
     for key in (asked, *(other for other in programs if other != asked)):
         config = programs[key].settled
-        yield Row("as it is", key, {}, "same", SAME)
+        yield SearchRow("as it is", key, {}, "same", SAME)
         if key == asked:
             yield from _ladder(programs[key])
             if config.compile:
-                yield Row("not compiled", key, {"compile": False}, "same", SAME)
+                yield SearchRow("not compiled", key, {"compile": False}, "same", SAME)
             elif True in programs[key].compile:
-                yield Row("compiled", key, {"compile": True}, "same", SAME)
+                yield SearchRow("compiled", key, {"compile": True}, "same", SAME)
             if not config.expandable_segments and True in programs[key].expandable_segments:
-                yield Row("expandable segments", key, {"expandable_segments": True}, "same", SAME)
+                yield SearchRow("expandable segments", key, {"expandable_segments": True}, "same", SAME)
         if config.checkpoint_layers < config.n_layer in programs[key].checkpoint_layers:
-            every: dict[str, Value] = {"checkpoint_layers": config.n_layer}
-            yield Row("every block checkpointed", key, every, "same", "none: activations are computed twice")
+            every: dict[str, KeyValue] = {"checkpoint_layers": config.n_layer}
+            yield SearchRow("every block checkpointed", key, every, "same", "none: activations are computed twice")
 
 
-def _ladder(program: TrainingProgram) -> Iterator[Row]:
+def _ladder(program: TrainingProgram) -> Iterator[SearchRow]:
     """Smaller micro-batches, more of them: the classical cure."""
     config = program.settled
     allowed = dict(batches(config))
     for part, name in SMALLER.items():
         size, rest = divmod(config.batch_size, part)
         if rest == 0 and size in allowed:
-            changes: dict[str, Value] = {"batch_size": size, "gradient_accumulation_steps": allowed[size]}
-            yield Row(name, program.key, changes, "same", SAME)
+            changes: dict[str, KeyValue] = {"batch_size": size, "gradient_accumulation_steps": allowed[size]}
+            yield SearchRow(name, program.key, changes, "same", SAME)
 
 
-def nearly_rows(programs: dict[str, TrainingProgram], asked: str, has_bf16: bool) -> Iterator[Row]:
+def nearly_rows(programs: dict[str, TrainingProgram], asked: str, has_bf16: bool) -> Iterator[SearchRow]:
     """What changes the arithmetic a little: other number formats, an optimizer with a smaller state."""
     last, program = list(programs.items())[-1]
     ours = program.settled
     half = "bfloat16" if has_bf16 else "float16"
     if ours.dtype == "float32":
         effect = "products are rounded to 8 or 11 significant bits; losses differ in the third digit"
-        yield Row(f"{half} autocast", asked, {"dtype": half}, "nearly", effect)
+        yield SearchRow(f"{half} autocast", asked, {"dtype": half}, "nearly", effect)
     if ours.optimizer == "adamw":
         effect = "Adam's moments in 8 bits, block by block; on par in its authors' runs (arXiv 2110.02861)"
-        yield Row("8-bit Adam", last, {"optimizer": "adamw8bit"}, "nearly", effect)
+        yield SearchRow("8-bit Adam", last, {"optimizer": "adamw8bit"}, "nearly", effect)
     if ours.autocast and has_bf16 and ours.dtype != "float32":
         effect = "weights keep 8 significant bits: small updates are lost late in the run, so the final loss is worse"
-        yield Row("bfloat16 throughout", last, {"dtype": "bfloat16", "autocast": False}, "nearly", effect)
+        yield SearchRow("bfloat16 throughout", last, {"dtype": "bfloat16", "autocast": False}, "nearly", effect)
 
 
-def different_rows(program: TrainingProgram) -> Iterator[Row]:
+def different_rows(program: TrainingProgram) -> Iterator[SearchRow]:
     """What makes another training of it: the last resort."""
     config, key = program.settled, program.key
     if config.batch_size > 1:
@@ -285,18 +285,18 @@ def different_rows(program: TrainingProgram) -> Iterator[Row]:
         effect = (
             f"noisier gradients ({sequences} sequences a step) and {_tokens(size, config.batch_size)} in as many steps"
         )
-        yield Row(name, key, {"batch_size": size}, "different", effect)
+        yield SearchRow(name, key, {"batch_size": size}, "different", effect)
     fewer = config.n_layer * 3 // 4
     if 0 < fewer < config.n_layer:
-        yield Row("fewer layers", key, shallower(config, fewer), "different", "a smaller model: it learns less")
+        yield SearchRow("fewer layers", key, shallower(config, fewer), "different", "a smaller model: it learns less")
     narrower = config.n_embd * 2 // 3 // HEAD_SIZE * HEAD_SIZE
     if 0 < narrower < config.n_embd:
         effect = "a smaller model: it learns less"
-        yield Row("narrower", key, {"n_embd": narrower, "n_head": narrower // HEAD_SIZE}, "different", effect)
+        yield SearchRow("narrower", key, {"n_embd": narrower, "n_head": narrower // HEAD_SIZE}, "different", effect)
     if config.block_size >= 2:
         block = config.block_size // 2
         effect = f"sees {block} tokens back, and {_tokens(block, config.block_size)} in as many steps"
-        yield Row("half the context", key, {"block_size": block}, "different", effect)
+        yield SearchRow("half the context", key, {"block_size": block}, "different", effect)
 
 
 def _tokens(part: int, whole: int) -> str:
@@ -304,9 +304,9 @@ def _tokens(part: int, whole: int) -> str:
     return "half the tokens" if 2 * part == whole else f"{part}/{whole} of the tokens"
 
 
-def shallower(config: TrainConfig, layers: int) -> dict[str, Value]:
+def shallower(config: TrainConfig, layers: int) -> dict[str, KeyValue]:
     """The change to fewer layers; no more of them can be checkpointed than there are."""
-    changes: dict[str, Value] = {"n_layer": layers}
+    changes: dict[str, KeyValue] = {"n_layer": layers}
     if config.checkpoint_layers > layers:
         changes["checkpoint_layers"] = layers
     return changes

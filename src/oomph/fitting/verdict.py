@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from oomph.devices import Device, all_devices
-from oomph.fitting.result import Option, Value
+from oomph.fitting.result import KeyValue, Option
 from oomph.fitting.search import is_evaluating, is_safe
 from oomph.planning.plan import PROGRAMS, Plan
 
@@ -34,7 +34,7 @@ WHY_SAFE = (
 )
 
 
-def setting(changes: dict[str, Value]) -> str:
+def setting(changes: dict[str, KeyValue]) -> str:
     """Changes as they are written in a config: "batch_size = 8, gradient_accumulation_steps = 64"."""
     return ", ".join(f"{key} = {value!r}" for key, value in changes.items())
 

@@ -16,7 +16,7 @@ from oomph.config import LoadedConfig, TrainConfig
 from oomph.errors import InputError, Problem
 from oomph.files import write_whole
 from oomph.fitting.edit import entry, restate, set_key
-from oomph.fitting.result import Fit, Option, Value
+from oomph.fitting.result import Fit, KeyValue, Option
 from oomph.fitting.space import changes_between
 
 FORMATS = (".py", ".toml")
@@ -47,7 +47,7 @@ def write_config(path: Path, fit: Fit, option: Option) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for key in set_keys if getattr(before, key) == getattr(wanted, key)))
 
 
-def _still_wrong(text: str, path: Path, option: Option) -> dict[str, Value]:
+def _still_wrong(text: str, path: Path, option: Option) -> dict[str, KeyValue]:
     """The keys that the text does not give the option's values, with those. Half changed, it may be no valid config
     (a new number of heads that does not divide the old width): then by what it states, key by key."""
     wanted = option.plan.config

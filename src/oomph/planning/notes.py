@@ -12,7 +12,7 @@ from oomph.errors import Problem
 from oomph.units import MIB
 
 if TYPE_CHECKING:
-    from oomph.step.trace.cache import Traced
+    from oomph.step.trace.cache import TracedModel
 
 TENSOR_CORE_STEP = 8  # elements: sixteen bytes of half precision, which tensor-core kernels load at once
 TILE = 64  # widths and vocabularies that are multiples of it keep products at the full rate
@@ -75,7 +75,7 @@ def _not_used(loaded: LoadedConfig, model: str) -> list[str]:
     return [*found, *([f"Not used, because your own model decides it: {', '.join(unused)}"] if unused else [])]
 
 
-def about_own_model(found: Traced, config: TrainConfig) -> tuple[str, ...]:
+def about_own_model(found: TracedModel, config: TrainConfig) -> tuple[str, ...]:
     """What the trace of the user's own model leaves out or counts another way."""
     notes = []
     if found.facts.makes_no_loss:

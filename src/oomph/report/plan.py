@@ -28,7 +28,7 @@ PACES = (
 )
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ProgramVerdict(msgspec.Struct, frozen=True):
     """Does one program fit?"""
 
     program: str
@@ -52,7 +52,7 @@ class Summary(msgspec.Struct, frozen=True):
     title: str
     setting: str
     device: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[ProgramVerdict, ...]
     bars: tuple[doc.Bar, ...]
     components: tuple[str, ...]  # the rows of the memory table, in order
     over_a_step: tuple[str, str]  # the first program's memory over one step as a line of blocks, and its sections
@@ -229,20 +229,20 @@ def _of(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
-def _verdict(plan: Plan) -> Verdict:
+def _verdict(plan: Plan) -> ProgramVerdict:
     program, memory = plan.program, plan.memory
     need = _need(memory)
     if memory.fits is None or memory.headroom_mib is None:
-        return Verdict(program, None, f"{program} needs {need}")
+        return ProgramVerdict(program, None, f"{program} needs {need}")
     sure = f"({chance(memory)})"
     if memory.retries:
         only_just = f"fits {sure}, but only just: it fills the card and has to give cached memory back"
-        return Verdict(program, True, f"{program} {only_just}")
+        return ProgramVerdict(program, True, f"{program} {only_just}")
     if memory.fits:
         free = f"{need}, {memory.headroom_mib:,.0f} MiB free"
-        return Verdict(program, True, f"{program} fits {sure}: {free}")
+        return ProgramVerdict(program, True, f"{program} fits {sure}: {free}")
     missing = f"{need}, {-memory.headroom_mib:,.0f} MiB too many"
-    return Verdict(program, False, f"{program} does not fit {sure}: {missing}")
+    return ProgramVerdict(program, False, f"{program} does not fit {sure}: {missing}")
 
 
 def chance(memory: Footprint) -> str:

@@ -14,7 +14,7 @@ from oomph.devices import Device, all_devices, detect, find
 from oomph.errors import InputError
 from oomph.runs.model_shape import KnownShape, ModelShape, ShapeMatches, disagreements, solve
 from oomph.runs.pace import nanogpt_flops_per_step, step_pace
-from oomph.runs.run import Gpu, How, KnownSetting, LoggedRun, PrintedCounts
+from oomph.runs.run import Gpu, KnownSetting, LoggedRun, PrintedCounts, Provenance
 from oomph.step import parameters as params
 
 _SHAPE = ("n_layer", "n_embd", "vocab_size", "block_size", "bias")
@@ -314,7 +314,7 @@ class Card(msgspec.Struct, frozen=True):
     """The card, or the cards it may be."""
 
     device: Device | None
-    how: How | None
+    how: Provenance | None
     where: str  # the reasoning
     candidates: tuple[str, ...] = ()
     doubt: str | None = None  # what in the log contradicts the given card

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-How = Literal["read", "given", "inferred", "assumed", "default"]
+Provenance = Literal["read", "given", "inferred", "assumed", "default"]
 Scalar = int | float | str | bool | None
 LogProgram = Literal["nanogpt", "nanochat", "build-nanogpt", "oomph"]
 OomPhase = Literal["forward", "backward", "optimizer", "evaluation", "unknown"]
@@ -154,7 +154,7 @@ class KnownSetting(msgspec.Struct, frozen=True):
     """The value of a config key, and how it is known."""
 
     value: Scalar
-    how: How
+    how: Provenance
     where: str  # "train.log:12", "--batch_size=8", or the reasoning of an inference
 
 

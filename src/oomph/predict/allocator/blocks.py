@@ -21,25 +21,27 @@ SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
 
 ADDRESS_BITS = 72  # a free block's key is its size above its address, so that keys sort by (size, address)
 
-ALLOCATED = 0  # `Block.key` of a block in use
+ALLOCATED = 0  # `MemoryBlock.key` of a block in use
 UNMAPPED = -1  # of address space in an expandable segment without memory behind it
 
 
-class Block:
+class MemoryBlock:
     """A range of addresses in one segment, linked to its neighbours so that free ones can merge."""
 
     __slots__ = ("address", "key", "next", "prev", "size")
 
-    def __init__(self, address: int, size: int, prev: Block | None = None, following: Block | None = None) -> None:
+    def __init__(
+        self, address: int, size: int, prev: MemoryBlock | None = None, following: MemoryBlock | None = None
+    ) -> None:
         self.address = address
         self.size = size
         self.prev = prev
         self.next = following
         self.key = ALLOCATED  # while the block is free: positive, its sort key in the pool
 
-    def chain(self) -> Iterator[Block]:
+    def chain(self) -> Iterator[MemoryBlock]:
         """This block and those after it in its segment."""
-        block: Block | None = self
+        block: MemoryBlock | None = self
         while block is not None:
             yield block
             block = block.next
@@ -56,18 +58,18 @@ class BlockPool:
     def __init__(self, name: str, min_rest_bytes: int, page_bytes: int) -> None:
         self.name = name  # "small", "large": as a memory snapshot names its segments
         self.keys: list[int] = []
-        self.blocks: list[Block] = []
-        self.unmapped: list[Block] = []  # expandable segments only, by address
+        self.blocks: list[MemoryBlock] = []
+        self.unmapped: list[MemoryBlock] = []  # expandable segments only, by address
         self.min_rest_bytes = min_rest_bytes  # a block is split if at least this much remains
         self.page_bytes = page_bytes  # expandable segments grow by multiples of it
 
-    def insert(self, block: Block) -> None:
+    def insert(self, block: MemoryBlock) -> None:
         key = block.key = block.size << ADDRESS_BITS | block.address
         at = bisect_left(self.keys, key)
         self.keys.insert(at, key)
         self.blocks.insert(at, block)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         at = bisect_left(self.keys, block.key)
         del self.keys[at]
         del self.blocks[at]

@@ -18,8 +18,8 @@ from oomph.predict.allocator.blocks import (
     LARGE_SEGMENT_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
-    Block,
     BlockPool,
+    MemoryBlock,
     segment_bytes,
 )
 
@@ -67,13 +67,13 @@ class CachingAllocator:
         self.large = BlockPool("large", large_rest_bytes, LARGE_SEGMENT_BYTES)
         self.next_address = FIRST_ADDRESS
 
-    def allocate(self, requested_bytes: int) -> Block:
+    def allocate(self, requested_bytes: int) -> MemoryBlock:
         """The block that serves a request. Raises OutOfMemoryError. An empty request takes no memory."""
         size = requested_bytes + (BLOCK_BYTES - 1) & -BLOCK_BYTES
         if size <= 0:
             if requested_bytes < 0:
                 raise ValueError(f"a request for {requested_bytes} bytes")
-            return Block(0, 0)
+            return MemoryBlock(0, 0)
         pool = self.small if size <= SMALL_BYTES else self.large
         keys, blocks = pool.keys, pool.blocks
         floor = size << ADDRESS_BITS
@@ -89,7 +89,7 @@ class CachingAllocator:
             block.key = ALLOCATED
         else:  # the front serves the request, the rest stays in the pool
             prev, address = block.prev, block.address
-            taken = block.prev = Block(address, size, prev, block)
+            taken = block.prev = MemoryBlock(address, size, prev, block)
             if prev is not None:
                 prev.next = taken
             block.address = address + size
@@ -108,7 +108,7 @@ class CachingAllocator:
             self.peak_allocated_bytes = allocated
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Return a block to its pool, merged with free neighbours. Must be called once per block."""
         size = block.size
         if not size:
@@ -195,14 +195,14 @@ class CachingAllocator:
             raise OutOfMemoryError(segment_bytes(size), (self.capacity_bytes or 0) - self.reserved_bytes)
         return bisect_left(pool.keys, block.key)
 
-    def _ask_driver(self, pool: BlockPool, size: int) -> Block | None:
+    def _ask_driver(self, pool: BlockPool, size: int) -> MemoryBlock | None:
         """A free block of at least `size` bytes from newly reserved memory; None where the card is full."""
         if self.expandable_segments:
             return expandable.grow(self, pool, size)
         wanted_bytes = segment_bytes(size)
         if not self.take_from_driver(wanted_bytes):
             return None
-        block = Block(self.take_addresses(wanted_bytes), wanted_bytes)
+        block = MemoryBlock(self.take_addresses(wanted_bytes), wanted_bytes)
         self.segment_obtained(block.address, wanted_bytes)
         pool.insert(block)
         return block

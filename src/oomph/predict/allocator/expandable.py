@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from oomph.predict.allocator.blocks import ALLOCATED, UNMAPPED, Block, BlockPool
+from oomph.predict.allocator.blocks import ALLOCATED, UNMAPPED, BlockPool, MemoryBlock
 
 if TYPE_CHECKING:
     from oomph.predict.allocator.caching import CachingAllocator
@@ -33,7 +33,7 @@ def best_fit(pool: BlockPool, at: int) -> int:
     return at
 
 
-def grow(allocator: CachingAllocator, pool: BlockPool, size: int) -> Block | None:
+def grow(allocator: CachingAllocator, pool: BlockPool, size: int) -> MemoryBlock | None:
     """Map pages at the lowest address where `size` bytes fit. Returns the block; None where the card is full.
 
     Pages mapped before the card ran out stay mapped, as they do in PyTorch.
@@ -61,12 +61,12 @@ def release_pages(allocator: CachingAllocator, pool: BlockPool) -> None:
             pool.unmapped.remove(block)
 
 
-def _size_when_grown(block: Block) -> int:
+def _size_when_grown(block: MemoryBlock) -> int:
     behind = block.next
     return block.size + behind.size if behind is not None and behind.key == UNMAPPED else block.size
 
 
-def _lowest_room(allocator: CachingAllocator, pool: BlockPool, size: int) -> Block:
+def _lowest_room(allocator: CachingAllocator, pool: BlockPool, size: int) -> MemoryBlock:
     """The first block of the lowest run of free or unmapped blocks that holds `size` bytes; else of a new segment."""
     for unmapped in pool.unmapped:
         prev = unmapped.prev
@@ -81,17 +81,17 @@ def _lowest_room(allocator: CachingAllocator, pool: BlockPool, size: int) -> Blo
     return _new_segment(allocator, pool, size)
 
 
-def _new_segment(allocator: CachingAllocator, pool: BlockPool, size: int) -> Block:
+def _new_segment(allocator: CachingAllocator, pool: BlockPool, size: int) -> MemoryBlock:
     """New address space: 1 1/8 of the card, as in PyTorch; without a capacity, enough for the request."""
     capacity = allocator.capacity_bytes
     space = max(UNBOUNDED_SPACE_BYTES, size) if capacity is None else capacity + capacity // 8
     space = -(-space // pool.page_bytes) * pool.page_bytes
-    block = Block(allocator.take_addresses(space), space)
+    block = MemoryBlock(allocator.take_addresses(space), space)
     _insert_unmapped(pool, block)
     return block
 
 
-def _map(allocator: CachingAllocator, pool: BlockPool, block: Block, size: int) -> bool:
+def _map(allocator: CachingAllocator, pool: BlockPool, block: MemoryBlock, size: int) -> bool:
     """Map whole pages at the start of an unmapped block and make it a free one, merged with its neighbours."""
     mapped = -(-size // pool.page_bytes) * pool.page_bytes
     if not allocator.take_from_driver(mapped):
@@ -99,7 +99,7 @@ def _map(allocator: CachingAllocator, pool: BlockPool, block: Block, size: int) 
     pool.unmapped.remove(block)
     block.key = ALLOCATED
     if mapped < block.size:
-        rest = Block(block.address + mapped, block.size - mapped, block, block.next)
+        rest = MemoryBlock(block.address + mapped, block.size - mapped, block, block.next)
         if rest.next is not None:
             rest.next.prev = rest
         block.next = rest
@@ -116,7 +116,7 @@ def _map(allocator: CachingAllocator, pool: BlockPool, block: Block, size: int) 
     return True
 
 
-def _unmap(allocator: CachingAllocator, pool: BlockPool, block: Block) -> None:
+def _unmap(allocator: CachingAllocator, pool: BlockPool, block: MemoryBlock) -> None:
     """Return the whole pages inside a free block to the driver; the rest before and after them stays free."""
     page = pool.page_bytes
     # Address space starts at multiples of 2 MiB only, so pages are counted from the segment's start.
@@ -128,13 +128,13 @@ def _unmap(allocator: CachingAllocator, pool: BlockPool, block: Block) -> None:
     pool.remove(block)
     before, after = begin - block.address, block.address + block.size - end
     if before:
-        front = Block(block.address, before, block.prev, block)
+        front = MemoryBlock(block.address, before, block.prev, block)
         if front.prev is not None:
             front.prev.next = front
         block.prev = front
         pool.insert(front)
     if after:
-        back = Block(end, after, block, block.next)
+        back = MemoryBlock(end, after, block, block.next)
         if back.next is not None:
             back.next.prev = back
         block.next = back
@@ -149,12 +149,12 @@ def _unmap(allocator: CachingAllocator, pool: BlockPool, block: Block) -> None:
     _insert_unmapped(pool, block)
 
 
-def _insert_unmapped(pool: BlockPool, block: Block) -> None:
+def _insert_unmapped(pool: BlockPool, block: MemoryBlock) -> None:
     block.key = UNMAPPED
     pool.unmapped.insert(bisect_left(pool.unmapped, block.address, key=lambda other: other.address), block)
 
 
-def _absorb(block: Block, neighbour: Block) -> None:
+def _absorb(block: MemoryBlock, neighbour: MemoryBlock) -> None:
     """Let a block take in the one directly before or after it."""
     if neighbour is block.prev:
         block.address = neighbour.address
@@ -168,7 +168,7 @@ def _absorb(block: Block, neighbour: Block) -> None:
     block.size += neighbour.size
 
 
-def _segment_start(block: Block) -> int:
+def _segment_start(block: MemoryBlock) -> int:
     while block.prev is not None:
         block = block.prev
     return block.address

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from oomph.predict.allocator.blocks import ALLOCATED, UNMAPPED, Block
+from oomph.predict.allocator.blocks import ALLOCATED, UNMAPPED, MemoryBlock
 from oomph.predict.allocator.caching import CachingAllocator, OutOfMemoryError
 from oomph.step.ops import Buffer, Step
-from oomph.step.snapshot.write import Cause, Event, PlacedBlock, PlacedSegment, Timeline
+from oomph.step.snapshot.write import Cause, Event, PlacedBlock, PlacedSegment, SnapshotTimeline
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ def reserve(
 
 def _run(steps: Sequence[Step], allocator: CachingAllocator) -> None:
     allocate, free = allocator.allocate, allocator.free
-    live: dict[Buffer, Block] = {}
+    live: dict[Buffer, MemoryBlock] = {}
     for step in steps:
         gone, taken = _hand_over(live, step.resident)
         before, live = live, {}
@@ -61,7 +61,9 @@ def _run(steps: Sequence[Step], allocator: CachingAllocator) -> None:
                     free(live.pop(buffer))
 
 
-def _hand_over(live: dict[Buffer, Block], resident: Sequence[Buffer]) -> tuple[list[Buffer], dict[Buffer, Buffer]]:
+def _hand_over(
+    live: dict[Buffer, MemoryBlock], resident: Sequence[Buffer]
+) -> tuple[list[Buffer], dict[Buffer, Buffer]]:
     """What happens between two steps: the buffers that are freed, and which live buffer each resident one is.
 
     A resident buffer is a live one where it is the same object, or else has the same name and size. Live buffers that
@@ -80,7 +82,7 @@ def _hand_over(live: dict[Buffer, Block], resident: Sequence[Buffer]) -> tuple[l
 
 def record(
     steps: Step | Sequence[Step], capacity_bytes: int | None = None, expandable_segments: bool = False
-) -> Timeline:
+) -> SnapshotTimeline:
     """Every event of the steps run as `reserve` runs them, for a snapshot. Ends with `oom` where a request fails."""
     recorder = _EventRecorder(capacity_bytes, expandable_segments)
     try:
@@ -88,7 +90,7 @@ def record(
             recorder.run(step)
     except OutOfMemoryError as full:
         recorder.events.append(Event("oom", full.free_bytes, full.tried_bytes, recorder.cause))
-    return Timeline(tuple(recorder.events), tuple(recorder.segments()))
+    return SnapshotTimeline(tuple(recorder.events), tuple(recorder.segments()))
 
 
 class _EventRecorder(CachingAllocator):
@@ -100,7 +102,7 @@ class _EventRecorder(CachingAllocator):
         super().__init__(capacity_bytes, expandable_segments)
         self.events: list[Event] = []
         self.cause = Cause()
-        self.live: dict[Buffer, Block] = {}
+        self.live: dict[Buffer, MemoryBlock] = {}
         self.causes: dict[Buffer, Cause] = {}  # of the live buffers
 
     def run(self, step: Step) -> None:

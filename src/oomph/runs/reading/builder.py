@@ -12,13 +12,13 @@ from oomph.runs.run import (
     EVALUATING,
     STEADY,
     Gpu,
-    How,
     KnownSetting,
     LogEvent,
     LoggedRun,
     LogProgram,
     LogSource,
     Process,
+    Provenance,
     UnreadableLine,
 )
 
@@ -59,7 +59,7 @@ class Builder:
         if self.run.program is None:
             self.run.program = name
 
-    def setting(self, key: str, value: object, how: How = "read", where: str | None = None) -> bool:
+    def setting(self, key: str, value: object, how: Provenance = "read", where: str | None = None) -> bool:
         """Set a config key; False if the key is unknown or the value not allowed."""
         known = keys().get(key)
         if known is None:

@@ -1,7 +1,7 @@
 """A model's forward and backward as one graph of small operations, as AOTAutograd records them.
 
-The model's own functions run on a `Recorder` instead of a `Tape`: every operation becomes a `Value` of the graph, and
-equal expressions become one. What PyTorch decomposes is decomposed (`decompose`); the autograd engine is the same.
+The model's own functions run on a `GraphRecorder` instead of a `Tape`: every operation becomes a `Value` of the graph,
+and equal expressions become one. What PyTorch decomposes is decomposed (`decompose`); the autograd engine is the same.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Value:
         return f"{self.op}_{self.index}{self.dtype}{list(self.shape)}"
 
 
-class Traced(Tensor):
+class GraphTensor(Tensor):
     """A tensor of the graph: its storage is the value."""
 
     __slots__ = ()
@@ -89,18 +89,18 @@ class Traced(Tensor):
 
     def detach(self) -> Tensor:
         """The same value, without history."""
-        return Traced(self.tape, self.storage, self.shape, self.strides, self.dtype, None, True)
+        return GraphTensor(self.tape, self.storage, self.shape, self.strides, self.dtype, None, True)
 
     def seen(self, shape: Shape, strides: Shape, offset: int = 0, op: str = "view") -> Tensor:
         """A view: an operation of its own."""
         if shape == self.shape and strides == self.strides and not offset:
             return self.detach()
         recorder = self.tape
-        assert isinstance(recorder, Recorder)
+        assert isinstance(recorder, GraphRecorder)
         return recorder.record(op, How.VIEW, (self,), shape, self.dtype, strides, offset=offset, key=(strides, offset))
 
 
-class Recorder(Tape):
+class GraphRecorder(Tape):
     """A program while it is recorded."""
 
     compiles = True
@@ -129,7 +129,7 @@ class Recorder(Tape):
         offset: int = 0,
         key: Hashable = (),
         **facts: Any,
-    ) -> Traced:
+    ) -> GraphTensor:
         """The result of an operation: the one there is, where an equal one was recorded before."""
         inputs = tuple([each.storage for each in reads])
         strides = contiguous_strides(shape) if strides is None else strides
@@ -143,9 +143,11 @@ class Recorder(Tape):
                 each.users.append(value)
             self.values.append(value)
             self._known[known] = value
-        return Traced(self, value, shape, value.strides, dtype, None, True)  # type: ignore[arg-type]
+        return GraphTensor(self, value, shape, value.strides, dtype, None, True)  # type: ignore[arg-type]
 
-    def input(self, name: str, shape: Shape, dtype: str, how: How = How.INPUT, kind: Kind = Kind.PARAMETERS) -> Traced:
+    def input(
+        self, name: str, shape: Shape, dtype: str, how: How = How.INPUT, kind: Kind = Kind.PARAMETERS
+    ) -> GraphTensor:
         """What the graph is given."""
         found = self.record(name, how, (), shape, dtype, key=name, kind=kind)
         self.inputs.setdefault(name, found.value)

@@ -32,7 +32,7 @@ class Programs(msgspec.Struct, frozen=True, eq=False):
     evaluation_outputs: tuple[Buffer, ...]  # the loss among them
 
 
-class Loop:
+class CompiledLoop:
     """The loop, and what its variables hold."""
 
     def __init__(self, programs: Programs, micro_steps: int, eval_batches: int, keep_outputs: bool = True) -> None:
@@ -129,7 +129,7 @@ class Loop:
         return sections
 
 
-class NanochatLoop(Loop):
+class CompiledNanochatLoop(CompiledLoop):
     """nanochat's scripts/base_train.py, as `step.loop.NanochatLoop` has it: one batch buffer, and the loss alone.
 
     Every batch is copied into the same buffer, after backward. The loss of a micro-step is held until the next has its

@@ -15,7 +15,7 @@ from oomph.step.compile.decompose import RULES
 from oomph.step.compile.depth import deepened
 from oomph.step.compile.emit import emitted
 from oomph.step.compile.fuse import fused
-from oomph.step.compile.graph import How, Recorder, Traced, Value
+from oomph.step.compile.graph import GraphRecorder, GraphTensor, How, Value
 from oomph.step.compile.lower import Lowering, base_of
 from oomph.step.compile.order import ordered
 from oomph.step.compile.partition import Graphs, partition
@@ -143,10 +143,10 @@ class ProgramMaker:
             scalable=Scalable(self.still_bytes, frozenset(self.batched)),
         )
 
-    def _recorded(self, training: bool) -> tuple[Recorder, list[Tensor]]:
+    def _recorded(self, training: bool) -> tuple[GraphRecorder, list[Tensor]]:
         """The model's graph, and what it returns: the loss first, or the hidden state that a chunked loss takes."""
         config = self.config
-        recorder = Recorder(self.weights, RULES, layers=self.layers, **self.options)
+        recorder = GraphRecorder(self.weights, RULES, layers=self.layers, **self.options)
         recorder.training = recorder.grad_enabled = training
         recorder.writes_one_hot = self.version < ONE_HOT_BEFORE
         for name in self.weights:
@@ -181,7 +181,7 @@ class ProgramMaker:
         self,
         graph: Sequence[Value],
         saved: Sequence[Value],
-        tangents: Sequence[Traced],
+        tangents: Sequence[GraphTensor],
         memory: Mapping[Value, Buffer],
         outputs: list[Value],
         held: Collection[Buffer],
@@ -245,7 +245,7 @@ def _apart(grads: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Op]]:
 
 
 def _value(tensor: Tensor) -> Value:
-    assert isinstance(tensor, Traced)
+    assert isinstance(tensor, GraphTensor)
     return tensor.value
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step import models
-from oomph.step.compile.loop import Loop, NanochatLoop, Programs
+from oomph.step.compile.loop import CompiledLoop, CompiledNanochatLoop, Programs
 from oomph.step.compile.model import CompiledEvaluation, CompiledModel, compiled_evaluation, compiled_model
 from oomph.step.compile.scale import scaled_model
 from oomph.step.loop import model_buffers
@@ -53,9 +53,12 @@ def build(
     micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
     keeps_outputs = config.trainer != "hf"  # the Trainer lets go of them before backward
     found = programs(alike, cuda, threads, evaluates, nearly)
-    around, own = (NanochatLoop, NanochatOptimizer) if config.trainer == "nanochat" else (Loop, Optimizer)
-    loop = around(found, micro_steps, 2 * config.eval_iters, keeps_outputs)
-    return loop.step(own(config, cuda, parameters(config)), model_buffers(config, cuda), first)
+    is_nanochat = config.trainer == "nanochat"
+    loop = (CompiledNanochatLoop if is_nanochat else CompiledLoop)(
+        found, micro_steps, 2 * config.eval_iters, keeps_outputs
+    )
+    optimizer = (NanochatOptimizer if is_nanochat else Optimizer)(config, cuda, parameters(config))
+    return loop.step(optimizer, model_buffers(config, cuda), first)
 
 
 @lru_cache(maxsize=16)  # a plan asks twice, for the first step and a later one; a search, for many accumulations

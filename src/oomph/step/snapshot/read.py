@@ -16,12 +16,14 @@ import msgspec
 
 from oomph.errors import InputError, Problem
 from oomph.step.ops import Buffer, Kind, Op, Phase, Section, Step
-from oomph.step.snapshot.write import CATEGORIES, Cause, Event, PlacedBlock, PlacedSegment, Timeline, write
+from oomph.step.snapshot.write import CATEGORIES, Cause, Event, PlacedBlock, PlacedSegment, SnapshotTimeline, write
 
 if TYPE_CHECKING:
     from oomph.step.snapshot.load import RawEntry, RawSegment, RawSnapshot
 
-__all__ = ["Cause", "Event", "FrameTotal", "PlacedBlock", "PlacedSegment", "Recording", "Timeline", "read", "write"]
+__all__ = [
+    "Cause", "Event", "FrameTotal", "PlacedBlock", "PlacedSegment", "Recording", "SnapshotTimeline", "read", "write",
+]  # fmt: skip
 
 ROUNDING_BYTES = 512  # the allocator books sizes in multiples of this (kMinBlockSize)
 NO_FRAME = "no Python frame (autograd's own thread)"

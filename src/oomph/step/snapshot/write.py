@@ -80,14 +80,14 @@ class PlacedSegment(msgspec.Struct, frozen=True, eq=False):
     blocks: tuple[PlacedBlock, ...]
 
 
-class Timeline(msgspec.Struct, frozen=True, eq=False):
+class SnapshotTimeline(msgspec.Struct, frozen=True, eq=False):
     """Everything an allocator did, and what it held at the end."""
 
     events: tuple[Event, ...]
     segments: tuple[PlacedSegment, ...]
 
 
-def write(timeline: Timeline, path: str | os.PathLike[str]) -> Path:
+def write(timeline: SnapshotTimeline, path: str | os.PathLike[str]) -> Path:
     """Write the snapshot. A reader sees the old file or the whole new one, never a part."""
     import pickle
 
@@ -105,7 +105,7 @@ def write(timeline: Timeline, path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def to_plain(timeline: Timeline) -> dict[str, Any]:
+def to_plain(timeline: SnapshotTimeline) -> dict[str, Any]:
     """The snapshot in plain containers, as torch.cuda.memory._snapshot() returns one."""
     entries: list[dict[str, Any]] = []
     for event in timeline.events:

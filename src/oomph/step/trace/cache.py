@@ -15,23 +15,23 @@ from oomph.config.schema import TrainConfig
 from oomph.step.ops import Step
 from oomph.step.trace.collector import uncollected
 from oomph.step.trace.flops import uncounted
-from oomph.step.trace.template import SHORT, Facts, Template, points, steps
+from oomph.step.trace.template import SHORT, Template, TemplateFacts, points, steps
 
 KEPT = 64  # templates on disk: the oldest goes
 _KEYS = ("dtype", "autocast", "attention", "compile", "torch_version")  # what of a config changes the lists
 
 
-class Traced(msgspec.Struct, frozen=True):
+class TracedModel(msgspec.Struct, frozen=True):
     """A user's model as plans need it."""
 
-    facts: Facts
+    facts: TemplateFacts
     steps: tuple[Step, Step]  # the first optimizer step, and a later one
     source: str  # which way the lists came
     uncounted: tuple[str, ...] = ()  # operators whose arithmetic is in no figure
     unseen_bytes: int = 0  # at most: what a CPU's convolutions copy while they run
 
 
-def traced(spec: str, config: TrainConfig, cuda: bool, workspace_bytes: Sequence[int]) -> Traced:
+def traced(spec: str, config: TrainConfig, cuda: bool, workspace_bytes: Sequence[int]) -> TracedModel:
     """The model that `spec` names, from a template that is kept or else is made now, which imports torch.
 
     `spec` is `file.py:function` or a Hugging Face `config.json`.
@@ -48,7 +48,7 @@ def traced(spec: str, config: TrainConfig, cuda: bool, workspace_bytes: Sequence
     repeated = [what for what, is_so in (("blocks", template.gap), ("tokens", template.tokens == SHORT)) if is_so]
     source += f", {' and '.join(repeated)} repeated" if repeated else ""
     found = steps(template.facts, lists, config, cuda, workspace_bytes)
-    return Traced(template.facts, found, source, tuple(uncounted(ops)), unseen)
+    return TracedModel(template.facts, found, source, tuple(uncounted(ops)), unseen)
 
 
 def _made(spec: str, config: TrainConfig, cuda: bool, cover_more: bool) -> Template:

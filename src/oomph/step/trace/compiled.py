@@ -24,7 +24,7 @@ from oomph.step.compile.model import DONATED_FROM, ONE_HOT_BEFORE
 from oomph.step.ops import Buffer, Kind, Phase, Step
 from oomph.step.trace.capture import capture
 from oomph.step.trace.collector import uncollected
-from oomph.step.trace.fakes import DTYPES, Model, convert, facts, on_fakes
+from oomph.step.trace.fakes import DTYPES, ModelOrFactory, convert, facts, on_fakes
 from oomph.step.trace.inductor import plan, register_patterns, report_strides
 from oomph.step.trace.loss import find_loss
 from oomph.step.trace.optimizer import check_traced
@@ -32,13 +32,13 @@ from oomph.step.trace.template import Lists, steps
 from oomph.step.trace.wrapper import GraphOps, Reader
 
 
-def compiled(model: Model, inputs: Sequence[torch.Tensor], *, first: bool = False, **options: Any) -> Step:
+def compiled(model: ModelOrFactory, inputs: Sequence[torch.Tensor], *, first: bool = False, **options: Any) -> Step:
     """One optimizer step and one evaluation: `compiled_run`'s first step, or a later one."""
     return compiled_run(model, inputs, **options)[0 if first else 1]
 
 
 def compiled_run(
-    model: Model,
+    model: ModelOrFactory,
     inputs: Sequence[torch.Tensor],
     *,
     dtype: str = "bfloat16",

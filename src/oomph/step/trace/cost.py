@@ -51,7 +51,7 @@ def cost(func: Any, args: Any, result: Any, phase: Phase) -> Cost:
     return kernel, (), dtype, 0, moved
 
 
-def _product(func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> trace_flops.Shape | None:
+def _product(func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> trace_flops.ProductShape | None:
     """The matrix product that a convolution, a recurrent layer or experts amount to; None for other operators."""
     name = func._opname
     if name in ("convolution", "convolution_backward"):

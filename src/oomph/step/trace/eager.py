@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from oomph.step.depth import UnlikeBlocksError
 from oomph.step.ops import Buffer, Kind, Phase, Section, Step
 from oomph.step.trace.collector import uncollected
-from oomph.step.trace.fakes import DTYPES, Model, convert, drawing_ones, grouping_floats, on_fakes
+from oomph.step.trace.fakes import DTYPES, ModelOrFactory, convert, drawing_ones, grouping_floats, on_fakes
 from oomph.step.trace.hugging_face import deciding_as_eager
 from oomph.step.trace.kernels import random_states, rules
 from oomph.step.trace.loss import find_loss
@@ -32,7 +32,7 @@ LossOf = Callable[[Any, tuple[torch.Tensor, ...]], torch.Tensor]
 
 
 def trace(
-    model: Model,
+    model: ModelOrFactory,
     inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
     *,
     loss: LossOf | None = None,
@@ -134,7 +134,7 @@ def _loss_of(result: Any, _batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return find_loss(result)
 
 
-def _prepare(model: Model, mode: FakeTensorMode | None) -> nn.Module:
+def _prepare(model: ModelOrFactory, mode: FakeTensorMode | None) -> nn.Module:
     """The model on fake tensors, or, for a real run, as it is."""
     if mode is not None:
         return on_fakes(model, mode)

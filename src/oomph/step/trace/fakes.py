@@ -14,14 +14,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomph.step.parameters import Parameter
-from oomph.step.trace.template import Facts
+from oomph.step.trace.template import TemplateFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-Model = nn.Module | Callable[[], nn.Module]
+ModelOrFactory = nn.Module | Callable[[], nn.Module]
 
 
-def on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
+def on_fakes(model: ModelOrFactory, mode: FakeTensorMode) -> nn.Module:
     """The model on fake tensors: built there, or copied there without its memory. Call it inside `mode`."""
     if not isinstance(model, nn.Module):
         with building():
@@ -33,14 +33,14 @@ def on_fakes(model: Model, mode: FakeTensorMode) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def facts(model: nn.Module, **more: Any) -> Facts:
+def facts(model: nn.Module, **more: Any) -> TemplateFacts:
     """What of a model does not depend on its batch."""
     found = list(model.named_parameters())
     parameters = {name: Parameter(name, tuple(p.shape), p.dim() >= 2) for name, p in found}
     trained = [(name, p) for name, p in found if p.requires_grad]
     weight_bytes = max((p.element_size() for _, p in trained), default=4)  # they may have been built in half precision
     state = {name: t.nbytes for name, t in (*found, *model.named_buffers())}
-    return Facts(
+    return TemplateFacts(
         tuple(parameters.values()), tuple(parameters[n] for n, _ in trained), tuple(state.items()), weight_bytes, **more
     )
 

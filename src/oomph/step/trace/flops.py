@@ -10,7 +10,7 @@ from math import prod
 
 from oomph.step.ops import Op
 
-Shape = tuple[int, int, int, int]  # of a batch of matrix products: (batch, m, n, k)
+ProductShape = tuple[int, int, int, int]  # of a batch of matrix products: (batch, m, n, k)
 
 # Operators that compute much and have no formula here, without their leading underscore.
 _UNCOUNTED = (
@@ -21,7 +21,7 @@ _UNCOUNTED = (
 _UNCOUNTED_FAMILY, _NORM = "linalg_", "linalg_vector_norm"  # but a norm only reads
 
 
-def convolution(weight: Sequence[int], positions: Sequence[int], groups: int, products: int = 1) -> Shape:
+def convolution(weight: Sequence[int], positions: Sequence[int], groups: int, products: int = 1) -> ProductShape:
     """A convolution as a matrix product over all its positions, or `products` of that size, as backward has.
 
     `positions` is the shape of the side that the kernel moves over: what comes out, or what goes into a transposed one.
@@ -30,18 +30,18 @@ def convolution(weight: Sequence[int], positions: Sequence[int], groups: int, pr
     return groups * products, batch * prod(space), weight[0] // groups, prod(weight[1:])
 
 
-def recurrent(steps: int, rows: int, inputs: int, weight: Sequence[int], products: int = 1) -> Shape:
+def recurrent(steps: int, rows: int, inputs: int, weight: Sequence[int], products: int = 1) -> ProductShape:
     """A recurrent layer: at each of its steps, all gates from the input and from the hidden state."""
     gates, hidden = weight
     return steps * products, rows, gates, inputs + hidden
 
 
-def grouped(left: Sequence[int], right: Sequence[int]) -> Shape:
+def grouped(left: Sequence[int], right: Sequence[int]) -> ProductShape:
     """What experts compute together in torch's `_grouped_mm`: each row, or in a gradient each sum, belongs to one."""
     return 1, left[-2], right[-1], left[-1]
 
 
-def flops_of(shape: Shape) -> int:
+def flops_of(shape: ProductShape) -> int:
     """A multiply and an add each."""
     return 2 * prod(shape)
 

@@ -19,7 +19,7 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step import loop
-from oomph.step.compile.loop import Loop as CompiledLoop
+from oomph.step.compile.loop import CompiledLoop as CompiledLoop
 from oomph.step.compile.loop import Programs
 from oomph.step.depth import Gap, UnlikeBlocksError, block_of, deepened
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step, copied, exchanged
@@ -32,7 +32,7 @@ SHORT = (16, 17, 18)  # where the model has a loop over them
 MANY = 1 << 34  # sequences: more than the bytes of a weight, and with the bytes of a sequence still an int64
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True):
+class TemplateFacts(msgspec.Struct, frozen=True, array_like=True):
     """What of a model does not depend on the batch."""
 
     parameters: tuple[Parameter, ...]
@@ -191,7 +191,7 @@ def _counted(ops: Sequence[Op], gap: Gap) -> tuple[Op, ...]:
     )
 
 
-def check_lives(lists: Lists, facts: Facts) -> None:
+def check_lives(lists: Lists, facts: TemplateFacts) -> None:
     """Raises `UnlikeBlocksError` unless what is freed lives, and gradients are there that parameters want."""
     held = {b for role, found in lists.roles.items() if role in ("batch", "before", "zeros") for b in found}
     names = [name for name in lists.sections if name != "evaluation"]
@@ -213,7 +213,7 @@ def check_lives(lists: Lists, facts: Facts) -> None:
 class Template(msgspec.Struct, frozen=True, array_like=True):
     """A model's lists for every batch that it covers."""
 
-    facts: Facts
+    facts: TemplateFacts
     form: Form
     batch: int | None  # the batch size that it covers; None for any of two or more
     tokens: tuple[int, ...]  # lengths at which it was traced; one where it covers that alone
@@ -265,7 +265,7 @@ def _weight(lengths: Sequence[int], own: int, tokens: int) -> Fraction:
 
 
 def steps(
-    facts: Facts, lists: Lists, config: TrainConfig, cuda: bool, workspace_bytes: Sequence[int]
+    facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, workspace_bytes: Sequence[int]
 ) -> tuple[Step, Step]:
     """The first and a later optimizer step, each with one evaluation."""
     make = _compiled_step if "forward" in lists.sections else _eager_step
@@ -273,12 +273,12 @@ def steps(
     return first, later
 
 
-def _state(facts: Facts) -> list[Buffer]:
+def _state(facts: TemplateFacts) -> list[Buffer]:
     return [Buffer(name, size, Kind.PARAMETERS, block_of(name)) for name, size in facts.state if size]
 
 
 def _eager_step(
-    facts: Facts, lists: Lists, config: TrainConfig, cuda: bool, first: bool, workspace_bytes: Sequence[int]
+    facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, first: bool, workspace_bytes: Sequence[int]
 ) -> Step:
     optimizer = Optimizer(config, cuda, facts.trained, facts.weight_bytes)
     grads = {p.name: lists.grads[p.name] for p in facts.trained if p.name in lists.grads}
@@ -307,7 +307,7 @@ def _evaluations(lists: Lists, later: int) -> list[Section]:
 
 
 def _compiled_step(
-    facts: Facts, lists: Lists, config: TrainConfig, cuda: bool, first: bool, workspace_bytes: Sequence[int]
+    facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, first: bool, workspace_bytes: Sequence[int]
 ) -> Step:
     roles, sections = lists.roles, lists.sections
     programs = Programs(

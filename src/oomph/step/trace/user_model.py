@@ -32,9 +32,9 @@ from oomph.step.trace.record import MOST_CALLS, MOST_CALLS_ALONE, LoopError
 from oomph.step.trace.template import (
     MANY,
     SHORT,
-    Facts,
     Lists,
     Template,
+    TemplateFacts,
     check_lives,
     marked,
     parted,
@@ -243,7 +243,7 @@ class _Tracing:
 
 
 def _template(
-    facts: Facts, where: Sequence[tuple[int, int]], traced: int, found: Sequence[Lists], gap: Gap | None
+    facts: TemplateFacts, where: Sequence[tuple[int, int]], traced: int, found: Sequence[Lists], gap: Gap | None
 ) -> Template:
     """The template of lists traced at those batches, of which those after the first `traced` are only compared."""
     parts = [taken_apart(lists if gap is None else marked(lists, gap)) for lists in found]

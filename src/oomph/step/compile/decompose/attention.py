@@ -17,7 +17,7 @@ from oomph.step.compile.decompose.nodes import (
     recorder_of,
     reduction,
 )
-from oomph.step.compile.graph import How, Recorder
+from oomph.step.compile.graph import GraphRecorder, How
 from oomph.step.ops import Kind
 from oomph.step.tensor import elementwise, views
 from oomph.step.tensor.attention import _Sizes, _token_major, _unit, scores_of
@@ -117,7 +117,7 @@ def masked(scores: Tensor, mask: Tensor) -> Tensor:
     return attach(node, pointwise("where", mask, scores, dtype=scores.dtype))
 
 
-def window_mask(tape: Recorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def window_mask(tape: GraphRecorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
     numbers = tape.record("arange", How.CONSTANT, (), (tokens,), "int64", kind=Kind.INPUTS)
     rows, columns = pointwise("add_0", views.unsqueeze(numbers, 1)), views.unsqueeze(numbers, 0)
@@ -126,7 +126,7 @@ def window_mask(tape: Recorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return pointwise("and", before, near), rows, columns
 
 
-def _causal_bias(tape: Recorder, rows: int, columns: int) -> Tensor:
+def _causal_bias(tape: GraphRecorder, rows: int, columns: int) -> Tensor:
     """Zero or minus infinity for each query and key.
 
     The rows are unsqueezed at -1, the columns at -2, and Python's hash of both is the same: AOTAutograd, which looks
@@ -165,7 +165,7 @@ def _safe_softmax(scores: Tensor) -> Tensor:
     return attach(node, out)
 
 
-def checkpoint(tape: Recorder, function: Callable[..., Tensor], *args: Tensor, random: bool = False) -> Tensor:
+def checkpoint(tape: GraphRecorder, function: Callable[..., Tensor], *args: Tensor, random: bool = False) -> Tensor:
     """What runs inside is marked: backward computes it again."""
     del random
     tape.regions += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oomph.step.compile.decompose.nodes import as_dtype, as_float32, attach, called, constant, pointwise, recorder_of
-from oomph.step.compile.graph import How, Recorder
+from oomph.step.compile.graph import GraphRecorder, How
 from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.layout import Shape
@@ -35,7 +35,7 @@ def embedding(module: Module, ids: Tensor) -> Tensor:
     return attach(node, out)
 
 
-def arange(tape: Recorder, count: int) -> Tensor:
+def arange(tape: GraphRecorder, count: int) -> Tensor:
     """Positions."""
     return tape.record("arange", How.CONSTANT, (), (count,), "int64", kind=Kind.INPUTS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from oomph.step.compile.graph import How, Recorder
+from oomph.step.compile.graph import GraphRecorder, How
 from oomph.step.ops import Kind
 from oomph.step.tensor import elementwise
 from oomph.step.tensor.autograd import Node
@@ -16,9 +16,9 @@ from oomph.step.tensor.layout import (
 from oomph.step.tensor.tensor import Tensor
 
 
-def recorder_of(x: Tensor) -> Recorder:
+def recorder_of(x: Tensor) -> GraphRecorder:
     """The program that a tensor belongs to."""
-    assert isinstance(x.tape, Recorder)
+    assert isinstance(x.tape, GraphRecorder)
     return x.tape
 
 

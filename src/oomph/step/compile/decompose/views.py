@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oomph.step.compile.decompose.nodes import attach, constant, recorder_of
-from oomph.step.compile.graph import How, Traced
+from oomph.step.compile.graph import GraphTensor, How
 from oomph.step.tensor import casts
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.layout import promote
@@ -46,7 +46,7 @@ def part(x: Tensor, low: int, high: int, dim: int = -1) -> Tensor:
         return [write("slice_scatter", How.POINTWISE, (zeros, grad), shape, grad.dtype, key=places, places=places)]
 
     node = x.tape.node(backward, x)
-    assert isinstance(x, Traced)
+    assert isinstance(x, GraphTensor)
     out = x.seen((*x.shape[:dim], high - low, *x.shape[dim + 1 :]), x.strides, low * x.strides[dim], "slice")
     return attach(node, out)
 
@@ -61,7 +61,7 @@ def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
-        assert isinstance(grad, Traced)
+        assert isinstance(grad, GraphTensor)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         cuts = [(*grad.shape[:dim], size, *grad.shape[dim + 1 :]) for size in sizes]
         return [
@@ -91,5 +91,5 @@ def select(x: Tensor, index: int) -> Tensor:
         return [recorder_of(grad).record("select_scatter", How.POINTWISE, reads, shape, grad.dtype, key=index)]
 
     node = x.tape.node(backward, x)
-    assert isinstance(x, Traced)
+    assert isinstance(x, GraphTensor)
     return attach(node, x.seen(x.shape[1:], x.strides[1:], index * x.strides[0], "select"))

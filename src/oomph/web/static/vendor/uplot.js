@@ -1457,7 +1457,7 @@ const xAxisOpts = {
 	rotate: 0,
 };
 
-const numSeriesLabel = "Value";
+const numSeriesLabel = "KeyValue";
 const timeSeriesLabel = "Time";
 
 const xSeriesOpts = {
@@ -1685,7 +1685,7 @@ const ySeriesOpts = {
 	//	width: 1,
 	//	size: 10,
 	},
-//	label: "Value",
+//	label: "KeyValue",
 //	value: v => v,
 	values: null,
 
