@@ -10,6 +10,7 @@ import pytest
 
 import oomph
 from oomph.checking.check import Check, CheckFigures
+from oomph.config.schema import MODEL_TYPES
 from oomph.planning.plan import without_returned_logits
 from oomph.report import check, compare, explain, fit, plan
 from oomph.report import document as doc
@@ -152,3 +153,7 @@ def test_a_failure_is_the_checks_verdict() -> None:
     assert not any(isinstance(part, doc.Verdict) for part in checked().parts)
     failed = checked(failure="CUDA out of memory", out_of_memory=True)
     assert [part.mark for part in failed.parts if isinstance(part, doc.Verdict)] == ["no"]
+
+
+def test_every_described_architecture_has_a_name() -> None:
+    assert set(plan.ARCHITECTURES) == set(MODEL_TYPES)

@@ -26,6 +26,11 @@ PACES = (
     doc.Column("the run"),
     doc.Column("done, if started now", words=True),
 )
+ARCHITECTURES = {  # as their makers write them
+    "gpt2": "GPT", "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE", "olmo2": "OLMo2", "phi3": "Phi-3", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3",
+    "gpt_neox": "GPT-NeoX", "opt": "OPT", "nanochat": "nanochat",
+}  # fmt: skip
 
 
 class ProgramVerdict(msgspec.Struct, frozen=True):
@@ -200,10 +205,9 @@ def _title(plan: Plan) -> str:
         frozen = f", {count(plan.model.params_frozen)} of them frozen" if plan.model.params_frozen else ""
         called = f"called with {config.block_size} tokens a sequence"
         return f"{plan.program}, {count(plan.model.params)} parameters{frozen}, {called}"
-    return (
-        f"GPT, {count(plan.model.params_nanogpt)} parameters: {_of(config.n_layer, 'layer')} × {config.n_embd}, "
-        f"{config.n_head} heads, block {config.block_size}, vocab {config.vocab_size:,}"
-    )
+    name, size = ARCHITECTURES[config.model_type], count(plan.model.params_nanogpt)
+    shape = f"{_of(config.n_layer, 'layer')} × {config.n_embd}, {config.n_head} heads"
+    return f"{name}, {size} parameters: {shape}, block {config.block_size}, vocab {config.vocab_size:,}"
 
 
 def _setting(plan: Plan) -> str:
