@@ -64,13 +64,13 @@ def build(
     held = [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
     step = Step((*step.resident, *held), step.sections)
     if config.trainer == "oomph" and not cuda:
-        step = _remembering(step)
+        step = _with_random_state(step)
     buckets = gradient_buckets(config, parameters(config) if config.world_size > 1 else ())
     return Step((*step.resident, *buckets), step.sections) if buckets else step
 
 
-def _remembering(step: Step) -> Step:
-    """With the random numbers' state that oomph train keeps while it computes, to be able to begin anew.
+def _with_random_state(step: Step) -> Step:
+    """With the random numbers' state that oomph train keeps, to repeat a step that ran out of memory.
 
     On a GPU it is the host's. A step's is let go before clipping, an evaluation's when that ends.
     """

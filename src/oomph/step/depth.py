@@ -2,8 +2,8 @@
 
 Of a run of equal blocks the first two and the last are interpreted. The second one's operations are then written again
 for each block left out, on buffers of their own. Blocks may come in groups (Gemma's five windows and a full attention):
-then the groups repeat. What a block's operations say of the block before and of the block after is carried over by the
-place of a buffer among those that its block made.
+then the groups repeat. A reference to a buffer of the block before or after is translated by index: the n-th buffer
+that one block makes corresponds to the n-th of any other.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Copying:
             )
 
     def renamed(self, name: str, copy: int) -> str:
-        """A name that the pattern speaks of as it is in one of its copies."""
+        """The name with the block number that it has in one of the copies."""
         if name not in self.names:
             self.names[name] = _NUMBER.search(name)
         found = self.names[name]
@@ -144,7 +144,7 @@ class _Copying:
         return f"{name[: found.start()]}{first + int(found[0]) - own}{name[found.end() :]}"
 
     def of(self, buffer: Buffer, copy: int) -> Buffer:
-        """What a copy has in place of a buffer that the pattern speaks of."""
+        """The buffer of a copy that corresponds to a buffer of the pattern or of a block next to it."""
         place = self.places.get(buffer)
         if place is None:
             return buffer
@@ -173,11 +173,11 @@ class _Copying:
         return result
 
     def _outside(self, op: Op, offset: int | None) -> Op:
-        """An operation of another block: what it says of the pattern's buffers is true of the copy next to it."""
+        """An operation outside the pattern, with the buffers of the copy next to it in place of the pattern's."""
         if offset == -1 or not any(self.places.get(b, (1, 0))[0] == 0 for b in (*op.allocates, *op.frees)):
             return op
         last = self.gap.copies
-        near = range(last, last + 1) if offset == 1 else range(last + 1)  # of no block: what holds of one holds of all
+        near = range(last, last + 1) if offset == 1 else range(last + 1)  # outside all blocks: those of every copy
         allocates, frees = (self._near(buffers, near) for buffers in (op.allocates, op.frees))
         return op.on(allocates, frees)
 

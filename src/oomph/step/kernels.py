@@ -27,7 +27,7 @@ def flash_backward_bytes(
 ) -> tuple[int, ...]:
     """Temporaries of the flash backward: each row's dot product, and the queries' gradient summed up in float32.
 
-    With fewer heads of keys than of queries also the gradients of keys and values, a head of queries each, in half.
+    With fewer heads of keys than of queries also the gradients of keys and values, one for each query head, in half.
     """
     rows = _up(tokens, _FLASH_ROWS)
     columns = _up(head_size, 32 if head_size <= 128 else 64)
@@ -101,7 +101,7 @@ def cpu_lstm_workspace_bytes(steps: int, rows: int, inputs: int, hidden: int) ->
 
     As oneDNN 3.12 lays it out for float32 (`src/cpu/rnn/rnn_utils.cpp`), and as seen on shapes of all kinds.
     """
-    done, begun = 4 * steps * rows, 4 * 2 * (steps + 1) * rows  # states have a first one, and are the layer's and below
+    done, begun = 4 * steps * rows, 4 * 2 * (steps + 1) * rows  # an initial state more than steps; of two layers
     parts = [done * _spaced(4 * hidden), done * _spaced(hidden)]
     parts += 3 * [begun * _spaced(max(inputs, hidden))] + 2 * [begun * hidden]
     return sum(_up(part, 4096) for part in parts)

@@ -253,7 +253,7 @@ def _adding(ops: Sequence[Op], grads: Mapping[str, Buffer]) -> list[Op]:
     result: list[Op] = []
     for op in exchanged(ops, new):
         made = grads.get(op.name.removesuffix(".grad")) if op.name.endswith(".grad") else None
-        copies = op.name not in kept  # the gradient was not the engine's to keep: it is copied, but not to be added
+        copies = op.name not in kept  # its layout is not the parameter's: the first is copied, later ones are added
         if made is not None and (op.kernel is Kernel.NONE or copies):
             frees = op.frees if copies else (*op.frees, new[made])
             op = Op(op.name, op.phase, (), frees, Kernel.POINTWISE, bytes_moved=3 * made.bytes, block=op.block)
@@ -272,11 +272,11 @@ def micro_step(config: TrainConfig, cuda: bool, threads: int) -> MicroStep:
             _, cache = deepened(sections, cache, gap)
             sections, grads = deepened(sections, grads, gap)
     except UnlikeBlocksError:
-        return _remembering(_interpreted(config, cuda, threads, range(config.n_layer)))
-    return _remembering(MicroStep(sections[0], found.before, found.after, grads, cache=cache))
+        return _with_previous_cache(_interpreted(config, cuda, threads, range(config.n_layer)))
+    return _with_previous_cache(MicroStep(sections[0], found.before, found.after, grads, cache=cache))
 
 
-def _remembering(found: MicroStep) -> MicroStep:
+def _with_previous_cache(found: MicroStep) -> MicroStep:
     """The micro-step with the last one's cache, which goes when the last one's outputs do."""
     if not found.cache:
         return found

@@ -64,8 +64,8 @@ class Op(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One operation: its allocations happen first, then it runs, then its frees.
 
     A buffer in both `allocates` and `frees` is a temporary that lives only while the operation runs.
-    Operations in a row with the same `times` above one are a group that runs so often, ending each time with what it
-    began with: time and FLOPs count every run, memory folds take it once, as they do a section. Where each run keeps
+    Consecutive operations with the same `times` above one are the body of a loop that runs so many times. Time and
+    FLOPs are multiplied by it; memory is computed for one run, because each frees what it allocates. Where runs keep
     something, as a loop over tokens does, one buffer stands for all that they keep.
     """
 

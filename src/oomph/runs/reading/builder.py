@@ -37,7 +37,7 @@ class Builder:
         self.run = LoggedRun(name=name)
         self.source = LogSource(name)
         self.line = 0
-        self.next_lines: Callable[[str], bool] | None = None  # takes the lines that follow first; False: not its own
+        self.next_lines: Callable[[str], bool] | None = None  # gets the lines that follow first; False: not part of it
         self.frames: list[str] = []  # of the traceback being read: 'train.py:219 in estimate_loss'
         self.evaluated_step: int | None = None  # an evaluation was just printed; this step's time contains it
         self.pending_val_loss: float | None = None  # printed without its step, which is on the next line

@@ -1,7 +1,7 @@
-"""Kernels in order as operations on buffers: what is overwritten in place, and dead memory that serves again.
+"""Kernels in order as operations on buffers: what is overwritten in place, and which freed buffers are reused.
 
-A kernel may write over a buffer that it alone still reads, number by number. A buffer that is dead waits for one of its
-dtype and size, if the estimated peak allows it (codegen/wrapper.py `memory_plan_reuse`).
+A kernel may write over a buffer that it alone still reads, number by number. A freed buffer is reused by a later one of
+its dtype and size, unless keeping it would exceed inductor's estimated peak (codegen/wrapper.py `memory_plan_reuse`).
 """
 
 from __future__ import annotations

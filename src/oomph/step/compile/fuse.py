@@ -17,7 +17,7 @@ _FAR = 64  # tasks that do not feed each other are not joined across so many oth
 _LEAST_BYTES = 10  # score_fusion_memory_threshold
 _ROUNDS = 10
 _PAIRS = 64  # max_fusion_buffer_group_pairwise_attempts
-_OVERHEAD = 32  # bytes that a join may keep from being used again, for each byte it saves
+_OVERHEAD = 32  # a join that keeps more than so many times the bytes it saves from being reused is refused
 
 
 _MIXED_NUMBERS, _MIXED_ROWS, _MIXED_COLUMNS = 5 << 20, 4096, 16384  # where rows and columns are summed up together

@@ -182,7 +182,7 @@ class GraphRecorder(Tape):
         return self.record("convert", How.POINTWISE, (x,), x.shape, dtype, strides, kind=kind)
 
     def note(self, *_: Any, **__: Any) -> None:
-        """What writes into a tensor that is there has no part in a graph."""
+        """Nothing: writes into a tensor that is there are not recorded."""
 
     def buffer(self, name: str, shape: Shape, dtype: str) -> Tensor:
         return self.input(name, shape, dtype)

@@ -247,7 +247,7 @@ class Lowering:
         if count > 1:
             product, several = any(user.op == "mm" for user in users), self._nontrivial(cell) > 1
             if product or (any(map(_is_kernel, users)) and several):
-                self._write(cell, None if several else view.shape)  # a copy as the product sees it, else in own loops
+                self._write(cell, None if several else view.shape)  # a mere copy as the product reads it
                 return
             if self._is_large(cell) or cell.buffers > _READS_ON_REUSE or (not self.cuda and self._is_heavy(cell)):
                 self._write(cell)

@@ -35,7 +35,7 @@ MIXED_FROM = (2, 10)  # one kernel may sum up along rows and columns: read in 2.
 
 
 class Scalable(msgspec.Struct, frozen=True, eq=False):
-    """What tells of a program how its sizes grow with the batch."""
+    """Which sizes of a program depend on the batch size."""
 
     still_bytes: dict[Op, int]  # of the bytes that operations move, those that the batch does not change
     batched: frozenset[Buffer]  # buffers whose size grows with it

@@ -1,9 +1,8 @@
 """What forward saves for backward: inductor's min-cut partitioner (torch/_functorch/partitioners.py, torch 2.13).
 
 Keeping a value costs its bytes, more the farther it is from backward, twice as much where nothing needs to write it
-anyway. What would be dear to compute again must not be: products and kernels, results much smaller than their operands,
-what backward would have to write to memory. The cheapest cut between what must not be computed again and backward says
-what is saved.
+anyway. Expensive values are never recomputed: products and kernels, results much smaller than their operands, what
+backward would have to write to memory. The cheapest cut between these and backward says what is saved.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class _Partitioner:
             if self._is_computed_again(value):
                 flow.edge(2 * index, sink, _INFINITE)
                 continue
-            if value.how is How.INPUT or (self.forward[index] and self._is_dear(value)):
+            if value.how is How.INPUT or (self.forward[index] and self._is_expensive(value)):
                 self._ban(value)
             flow.edge(2 * index, 2 * index + 1, self._weight(value))
             for user in value.users:
@@ -171,7 +170,7 @@ class _Partitioner:
         if not _is_view(value) and not self._is_computed_again(value):
             self.banned[value.index] = True
 
-    def _is_dear(self, value: Value) -> bool:
+    def _is_expensive(self, value: Value) -> bool:
         """should_ban_recomputation."""
         if value.how in (How.ITEM, How.INPUT, How.TANGENT):
             return False

@@ -9,7 +9,7 @@ from oomph.step.ops import Kind
 from oomph.step.tensor.layout import Shape
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
-Access = Place | None  # None: places that are computed
+Access = Place | None  # None: indices known only at run time, as in a gather
 
 
 class Source:

@@ -22,13 +22,14 @@ from oomph.step.tensor.tape import Module, Tape, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import cat, contiguous, part, reshape, transpose, unsqueeze
 
-# What transformers did before these releases, from its history: ...
-PADDED_LABELS_SINCE = (4, 49)  # shifted the logits by a copy, not the labels (loss_utils.py, 8ebe9d7)
-CACHE_COPIES_SINCE = (4, 56)  # kept keys and values as they were, without a copy (cache_utils.py)
-GROUPED_SINCE = (4, 54)  # repeated keys and values for every query, where sdpa can group them (9323d08)
-STRIDED_SINCE = (4, 56)  # made queries, keys and values contiguous (sdpa_attention.py, 959239d) ...
-CONTIGUOUS_SINCE = {"gpt_neox": (4, 49), "opt": (4, 52)}  # ... from the release on that a family took that function,
-CONTIGUOUS_USUALLY_SINCE = (4, 48)  # which for most is this one
+# The releases of transformers in which its programs changed, from its history.
+PADDED_LABELS_SINCE = (4, 49)  # the loss shifts the labels; before, it copied shifted logits (loss_utils.py, 8ebe9d7)
+CACHE_COPIES_SINCE = (4, 56)  # the cache copies keys and values; before, it kept them as they were (cache_utils.py)
+GROUPED_SINCE = (4, 54)  # sdpa groups the queries; before, keys and values were repeated for each (9323d08)
+# sdpa_attention.py made queries, keys and values contiguous from the release on in which a family began to use it ...
+CONTIGUOUS_SINCE = {"gpt_neox": (4, 49), "opt": (4, 52)}
+CONTIGUOUS_USUALLY_SINCE = (4, 48)  # of all other families
+STRIDED_SINCE = (4, 56)  # ... until this one (959239d)
 
 
 def with_bias(name: str, shape: Shape, bias: bool = True) -> Iterator[tuple[str, Shape]]:

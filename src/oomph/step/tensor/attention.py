@@ -204,7 +204,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def repeat_heads(x: Tensor, groups: int, copied: bool = False) -> Tensor:
-    """Each head so many times: transformers' repeat_kv, which sees a single head often; `copied`: repeat_interleave."""
+    """Each head so many times: transformers' repeat_kv, which expands a single head; `copied`: repeat_interleave."""
     batch, heads, tokens, size = x.shape
     if groups == 1:
         return x

@@ -173,7 +173,7 @@ def _fit(node: Node, index: int, results: Gradients) -> None:
 
 
 def _meet(slots: Gradients, slot: int, results: Gradients, index: int) -> None:
-    """Where gradients meet: into the older one where the engine alone holds it, else a third."""
+    """Add two gradients of one input: into the older one if only the engine refers to it, else into a new tensor."""
     grad, results[index] = results[index], None
     if grad is None:
         return

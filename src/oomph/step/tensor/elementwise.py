@@ -227,7 +227,7 @@ def mean(x: Tensor) -> Tensor:
 
 @primitive
 def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """x.sum(dim), in float32 under a GPU's autocast. Backward sees each sum's gradient often."""
+    """x.sum(dim), in float32 under a GPU's autocast. Backward expands the gradient without a copy."""
     x = raised(x)
     dim %= len(x.shape)
 

@@ -63,7 +63,7 @@ def _nll_loss_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 
 def chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
-    """The rows of each chunk, and how often a chunk of so many follows: equal ones are written a few times only."""
+    """(rows, repeats) of the chunks; of a long run of equal ones the first, those between, and the last."""
     whole, rest = divmod(rows, chunk)
     if whole <= _WRITTEN_CHUNKS:
         runs = [(chunk, 1)] * whole

@@ -67,7 +67,7 @@ def _operands(node: Node, grads: Gradients) -> tuple[Tensor, Tensor | None, Tens
     grad, grads[0] = grads[0], None
     assert grad is not None and not (isinstance(x, Storage) or isinstance(weight, Storage))
     rows = (grad.numel // grad.shape[-1], grad.shape[-1])
-    if viewed(grad.shape, grad.strides, rows) is None:  # the result was seen as rows: its gradient is copied to be
+    if viewed(grad.shape, grad.strides, rows) is None:  # it cannot be viewed as rows: it is copied
         grad = as_shape(grad, rows)
     return grad, x, weight
 
@@ -198,7 +198,7 @@ def _grouped_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 def _grouped(
     x: Tensor, name: str, m: int, n: int, k: int, rows: int, columns: int, kind: Kind | None = None
 ) -> Storage:
-    """Products that together do the arithmetic of one of (m, k) and (k, n); the result has so many rows and columns."""
+    """A grouped product that costs as much as one of (m, k) and (k, n); its result is `rows` × `columns`."""
     item = ITEM_BYTES[x.dtype]
     aligned = _ALIGNMENT_BYTES // item
     size = rows * -(-columns // aligned) * aligned * item

@@ -21,7 +21,7 @@ Record = tuple[str, Phase, tuple[Buffer, ...], list[Buffer], Kernel, Shape, str,
 
 
 class Ledger:
-    """Operations in the order they run. What is let go after an operation, and before the next, is its to free."""
+    """Operations in the order they run. What is released before the next operation is among the last one's frees."""
 
     __slots__ = ("block", "frees", "phase", "records", "times")
 
@@ -49,7 +49,7 @@ class Ledger:
         self.records.append((name, self.phase, allocated, frees, *work))
 
     def hold(self, name: str, size_bytes: int, kind: Kind) -> Storage:
-        """A buffer that the operation about to be noted allocates."""
+        """A storage that is alive without an operation: it was there before, or the caller notes its allocation."""
         return Storage(self, Buffer(name, size_bytes, kind, self.block))
 
     def make(
