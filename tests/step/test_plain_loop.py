@@ -78,7 +78,7 @@ def test_padded_batches_cost_a_mask(family: str, kv_heads: int) -> None:
 def test_a_deep_loop_is_the_one_interpreted_block_by_block(family: str) -> None:
     config = plain(Hf(family, layers=7, kv_heads=4, more={"use_cache": True}))
     sampled = loop.micro_step(config, True, 1)
-    whole = loop._remembering(loop._interpreted(config, True, 1, range(config.n_layer)))
+    whole = loop._with_previous_cache(loop._interpreted(config, True, 1, range(config.n_layer)))
     for ours, theirs in ((sampled.before, whole.before), (sampled.after, whole.after)):
         assert sorted(b.bytes for b in ours) == sorted(b.bytes for b in theirs)
     assert len(sampled.after) == 4 + 2 * config.n_layer  # the batch, logits, loss; keys and values of each block
