@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomph.config import Key, TrainConfig, describe_keys, from_dict, load, to_python, to_toml
+from oomph.config.schema import MIXTURES
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
 
@@ -59,6 +60,8 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     heads = draw(st.integers(1, 64))
     drawn |= {"n_head": heads, "n_embd": heads * draw(st.integers(1, 128)), "n_layer": draw(st.integers(1, 100))}
     drawn |= fitting_together(drawn)
+    experts = draw(st.integers(1, 64)) if drawn.get("model_type") in MIXTURES else None
+    drawn |= {"num_experts": experts, "num_experts_per_tok": experts and draw(st.integers(1, experts))}
     numbered = ("hf", "torch", "nanochat")  # those have a number where none is said
     own = [None] if drawn.get("trainer") not in numbered else []
     drawn["num_key_value_heads"] = draw(st.sampled_from([*own, 1, heads]))

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from oomph.config.schema import TrainConfig
+from oomph.config.schema import MIXTURES, MODEL_TYPES, TrainConfig
 from oomph.step import models
+from oomph.step.build import build
 from oomph.step.compile.model import CompiledEvaluation, CompiledModel, ProgramMaker
 from oomph.step.depth import sample
 from oomph.step.ops import Buffer, Op
@@ -57,6 +58,24 @@ def made(config: TrainConfig, cuda: bool, whole: bool) -> tuple[CompiledModel, C
     layers, gaps = (range(config.n_layer), []) if whole else sample(models.kinds(config))
     assert whole or gaps
     return tuple(getattr(ProgramMaker(config, cuda, 1, layers, gaps), part)() for part in ("training", "evaluation"))
+
+
+@pytest.mark.parametrize("checkpointed", [0, 4, 7])
+@pytest.mark.parametrize("architecture", [each for each in MODEL_TYPES if each != "nanochat"])
+def test_every_architecture_compiles_at_any_depth(architecture: str, checkpointed: int) -> None:
+    keys = {**LLAMA, "model_type": architecture, "checkpoint_layers": checkpointed, "max_position_embeddings": 128}
+    if architecture in MIXTURES:
+        keys |= {"num_experts": 4, "num_experts_per_tok": 2}
+    if architecture in ("gpt2", "gpt_neox", "opt"):
+        keys |= {"bias": True, "num_key_value_heads": None, "intermediate_size": 512, "hidden_act": "gelu"}
+    config = TrainConfig(**keys)
+    step = build(config)
+    alive = dict.fromkeys(step.resident)
+    for op in (op for section in step.sections for op in section.ops):
+        alive |= dict.fromkeys(op.allocates)
+        assert alive.keys() >= set(op.frees), op.name
+        alive = {buffer: None for buffer in alive if buffer not in op.frees}
+    assert {op.block for section in step.sections for op in section.ops} >= set(range(7))
 
 
 @pytest.mark.parametrize("cuda", [True, False], ids=["card", "cpu"])

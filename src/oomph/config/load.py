@@ -250,9 +250,10 @@ def _defaults() -> dict[str, object]:
 
 def preset(name: str) -> Layer | None:
     """The layer of a preset, a program's defaults with that size; None where the name is none."""
-    program, values = None, GPT2_SHAPES.get(name)
+    program: str | None = None
+    values: Mapping[str, int | str] | None = GPT2_SHAPES.get(name)
     if (depth := nanochat.depth_of(name)) is not None:
-        program, values = "nanochat", nanochat.shape(depth)
+        program, values = "nanochat", {"model_type": "nanochat", **nanochat.shape(depth)}
     if values is None:
         return None
     return Layer({key: SourcedValue(value, f"preset {name}") for key, value in values.items()}, program=program)

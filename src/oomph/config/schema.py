@@ -27,6 +27,7 @@ MODEL_TYPES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt",
     "mixtral", "qwen3_moe", "nanochat",
 )  # fmt: skip
+MIXTURES = ("mixtral", "qwen3_moe")  # of them those with experts
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("flash", "efficient", "math", "flash3")

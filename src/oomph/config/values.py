@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from oomph.config.layer import SourcedValue, UnknownValue
-from oomph.config.schema import TRANSFORMERS, Key, TrainConfig, keys
+from oomph.config.schema import MIXTURES, TRANSFORMERS, Key, TrainConfig, keys
 from oomph.errors import Problem, nearest
 from oomph.units import parse_count
 
@@ -131,7 +131,7 @@ def _together(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValu
         problems.append(
             _problem("num_key_value_heads", values, what, f"{pair[0]} over {pair[1]}", "a divisor of n_head")
         )
-    problems += _program(valid, values)
+    problems += _program(valid, values) + _experts(valid, values)
     if valid.get("return_logits") and valid.get("loss_chunk"):
         what = "a loss in chunks never holds the logits that return_logits asks for"
         allowed = "loss_chunk = 0, or return_logits = False"
@@ -179,6 +179,22 @@ def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue
     if has_table and isinstance(rows, int) and isinstance(tokens, int) and tokens > rows:
         what = "block_size is longer than the table of positions"
         return [_problem("block_size", values, what, str(tokens), f"at most max_position_embeddings = {rows}")]
+    return []
+
+
+def _experts(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue]) -> list[Problem]:
+    """Problems of a mixture of experts."""
+    architecture, count, chosen = (valid.get(key) for key in ("model_type", "num_experts", "num_experts_per_tok"))
+    if not isinstance(count, int):
+        return []
+    if architecture not in MIXTURES:
+        what, allowed = "only mixtures of experts have experts", f"model_type = {' or '.join(map(repr, MIXTURES))}"
+        return [_problem("num_experts", values, what, f"model_type = {architecture!r}", allowed)]
+    if not isinstance(chosen, int) or chosen > count:
+        what = "a token is computed by more experts than there are, or by none"
+        return [
+            _problem("num_experts_per_tok", values, what, f"{chosen} of {count}", f"from 1 to num_experts = {count}")
+        ]
     return []
 
 

@@ -70,6 +70,8 @@ class _Deepening:
         )
         unread = self._repeated(sorted(self.unread), order)
         self._wire([*deep.inputs, *dict.fromkeys(chain(deep.forward, deep.backward)), *unread])
+        _check_order(deep.forward, deep.inputs)
+        _check_order(deep.backward, (*deep.inputs, *deep.saved))
         return deep, self._grads(grads, order[::-1])
 
     def _repeated(self, values: Sequence[Value], order: Sequence[int]) -> list[Value]:
@@ -151,3 +153,12 @@ class _Deepening:
             else:
                 result.append(self._at(read, place + own - offset))
         return tuple(result)
+
+
+def _check_order(graph: Sequence[Value], given: Sequence[Value]) -> None:
+    """Raises `UnlikeBlocksError` where a value reads something that is not there yet."""
+    known = set(given)
+    for value in graph:
+        if any(read not in known and read.how is not How.TANGENT for read in value.inputs):
+            raise UnlikeBlocksError
+        known.add(value)
