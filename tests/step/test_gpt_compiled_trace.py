@@ -115,7 +115,7 @@ CHECKPOINTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Corners in which several of inductor's orders are nearly equal, and which of them wins is a close race.
+# In the other corners the passes are off, and why is not known.
 CLOSE = 0.06  # seen: 5.2 % with the softmaxes of two blocks, 1.7 to 3.2 % in the others
 CERTAIN = ("a norm made anew in its own kernel", "one block's softmax alone")
 
