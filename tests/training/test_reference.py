@@ -79,3 +79,9 @@ def test_twenty_steps_have_the_reference_losses(run: Train, data: Path, tmp_path
 def test_a_compiled_model_has_the_reference_losses(run: Train, data: Path, tmp_path: Path, chunk: int) -> None:
     run("run", max_iters=STEPS, compile=True, checkpoint_layers=1, loss_chunk=chunk)
     assert [loss for _, loss in losses(tmp_path / "run")] == pytest.approx(reference(data), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_second_compiled_run_in_one_process_has_sizes_of_its_own(run: Train) -> None:
+    run("one", max_iters=1, compile=True, loss_chunk=16, block_size=32)
+    run("two", max_iters=1, compile=True, loss_chunk=16, block_size=16)  # torch warns, an error here, if it is dynamic

@@ -81,6 +81,8 @@ class Trainer:
         half = config.autocast and config.dtype != "float32"
         self.half = DTYPES[config.dtype or "float32"] if half else None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
+        if config.compile:
+            torch.compiler.reset()  # else the sizes of an earlier run in this process make this one's dynamic
         # A chunked loss is called after the compiled model; an unchunked one is compiled together with it.
         whole = config.compile and not config.loss_chunk
         self._trunk: Callable[[Tensor], Tensor]
