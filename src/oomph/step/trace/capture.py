@@ -25,7 +25,7 @@ from torch.fx import traceback as fx_traceback
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomph.step.trace.checkpoint import marking_checkpoints
-from oomph.step.trace.cuda_rules import ATTENTION, following, rms_norm
+from oomph.step.trace.cuda_rules import ATTENTION, following, layer_norm, rms_norm
 from oomph.step.trace.cuda_rules import attention as attention_as_cuda
 from oomph.step.trace.fakes import drawing_ones, grouping_floats
 from oomph.step.trace.hugging_face import deciding_as_compiled
@@ -68,6 +68,9 @@ def capture(
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     flat = [*state.values(), *inputs]
     context = TracingContext(fake_mode)
+    decompositions = select_decomp_table()
+    if cuda:
+        decompositions = {**decompositions, torch.ops.aten.native_layer_norm.default: layer_norm}
 
     def compiler(name: str) -> Any:
         def run(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -103,7 +106,7 @@ def capture(
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
             partition_fn=partition_fn,
-            decompositions=select_decomp_table(),
+            decompositions=decompositions,
             keep_inference_input_mutations=True,  # as compile_fx asks: a buffer is updated in place, not returned
         )
 

@@ -178,6 +178,12 @@ def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, ep
     return _FusedRmsNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
 
 
+def layer_norm(x: torch.Tensor, shape: Any, *affine: Any) -> tuple[torch.Tensor, ...]:
+    """The decomposition of native_layer_norm on CUDA: mean and deviation stay float32, which the CPU casts like x."""
+    out, mean, rstd = torch._refs.native_layer_norm(x.float(), shape, *affine)
+    return out.to(x.dtype), mean, rstd
+
+
 class _FusedRmsNorm(torch.autograd.Function):
     """What derivatives.yaml says of `_fused_rms_norm`."""
 

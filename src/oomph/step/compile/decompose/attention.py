@@ -109,12 +109,13 @@ def softmax(scores: Tensor, dtype: str | None = None) -> Tensor:
 def masked(scores: Tensor, mask: Tensor) -> Tensor:
     """scores.masked_fill(mask, -inf)."""
 
-    def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
-        return [pointwise("where", mask, grads[0], dtype=grads[0].dtype)]
+        return [pointwise("where", mask, constant(mask, "full_0", (), node.dtypes[0]), grads[0], dtype=grads[0].dtype)]
 
     node = scores.tape.node(backward, scores)
-    return attach(node, pointwise("where", mask, scores, dtype=scores.dtype))
+    least = constant(scores, "full_-inf", (), scores.dtype)
+    return attach(node, pointwise("where", mask, least, scores, dtype=scores.dtype))
 
 
 def window_mask(tape: GraphRecorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
