@@ -48,6 +48,7 @@ class _Emitter:
             if source.users:
                 self.aliases[buffer] = self.aliases.get(buffer, 0) + 1
         self.taken: set[Source] = set()  # overwritten in place
+        self.stands_for: dict[Source, Source | None] = {}  # what results that never leave a kernel would overwrite
         self.last = self._last_uses()
 
     def run(self) -> tuple[Op, ...]:
@@ -86,10 +87,12 @@ class _Emitter:
         fresh: list[Buffer] = []
         for task in group.tasks:
             for source, access in task.writes:
-                if source.root is not source or self._is_internal(source, group):
+                if source.root is not source:
                     continue
                 victim = None if task.is_extern else self._overwritten(task, source, access)
-                if victim is not None:
+                if self._is_internal(source, group):
+                    self.stands_for[source] = victim
+                elif victim is not None:
                     self.buffers[source] = self.buffers[victim]
                     self.taken.add(victim)
                 elif task.is_extern and task.value.how is How.CALL:
@@ -105,7 +108,7 @@ class _Emitter:
     def _overwritten(self, task: Task, out: Source, access: object) -> Source | None:
         """An operand that nothing else reads any more, of the result's size, read where the result is written.
 
-        The first such operand is taken. One that never leaves the kernel has no memory to be overwritten.
+        The first such operand is taken. One that never leaves the kernel has no memory but what it overwrote itself.
         """
         if access is None:
             return None
@@ -118,7 +121,7 @@ class _Emitter:
             if buffer is not None and (buffer in self.held or self.aliases.get(buffer, 1) > 1):
                 continue
             if all(user is task or user in self.done or task.ancestors >> user.index & 1 for user in source.users):
-                return source if buffer is not None else None
+                return source if buffer is not None else self.stands_for.get(source)
         return None
 
     def _allocated(self, step: int, source: Source) -> list[Buffer]:

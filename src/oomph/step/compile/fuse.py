@@ -214,9 +214,10 @@ class _Fusion:
         return list(done)
 
     def _before(self, group: Group) -> Iterator[Group]:
-        for source in group.reads:
-            if source.task is not None and self.group_of[source.task] is not group:
-                yield self.group_of[source.task]
+        makers = [source.task for source in group.reads if source.task is not None]
+        for task in sorted(makers, key=lambda task: task.index):  # topological_sort_schedule goes by buffers' names
+            if self.group_of[task] is not group:
+                yield self.group_of[task]
 
 
 def _extents(task: Task) -> frozenset[int]:

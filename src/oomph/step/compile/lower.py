@@ -270,8 +270,11 @@ class Lowering:
         if cell.source is None:
             task = self._task(cell.value, numel(cell.shape), 1)
             task.shape = shape or cell.shape
+            loops = sorted(range(len(cell.shape)), key=lambda dim: -cell.strides[dim])  # as the result lies in memory
+            sizes = [cell.shape[dim] for dim in loops]
             for source, strides, start in cell.reads:
-                task.read(source, merged(cell.shape, strides, start))
+                turned = None if strides is None else [strides[dim] for dim in loops]
+                task.read(source, merged(sizes, turned, start))
             cell.source = self._result(task, cell.value).cell.source
             cell.reads, cell.ops = [], frozenset()
         assert cell.source is not None
@@ -292,7 +295,9 @@ class Lowering:
         padded = self.cuda and value not in self.visible and value.how is not How.ITEM
         size = padded_bytes(value.shape, value.strides, value.dtype) if padded else value.bytes
         cell.source = self._source(task, value, size, value.kind)
-        task.writes.append((cell.source, merged(value.shape, value.strides)))
+        loops = sorted(range(len(value.shape)), key=lambda dim: -value.strides[dim])
+        access = merged([value.shape[dim] for dim in loops], [value.strides[dim] for dim in loops])
+        task.writes.append((cell.source, access))
         return View(cell, value.shape, value.strides)
 
 
