@@ -23,47 +23,48 @@ _OVERHEAD = 32  # a join that keeps more than so many times the bytes it saves f
 _MIXED_NUMBERS, _MIXED_ROWS, _MIXED_COLUMNS = 5 << 20, 4096, 16384  # where rows and columns are summed up together
 _MIXED_READS = 10  # buffers that such a kernel may read
 
+_Score = tuple[int, int, int]
+
 
 class Group:
     """Tasks that run as one kernel. Tasks are bits, so that sets of them are numbers."""
 
     __slots__ = (
         "ancestors", "extents", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction", "shape",
-        "spare", "tasks", "touched", "writes",
+        "size", "spare", "tasks", "touched", "writes",
     )  # fmt: skip
 
-    def __init__(self, tasks: list[Task], names: int, ancestors: int, first: int, last: int) -> None:
-        self.tasks, self.names, self.ancestors = tasks, names, ancestors
-        self.first, self.last = first, last
-        self.is_extern = tasks[0].is_extern
+    def __init__(self, task: Task, place: int) -> None:
+        self.tasks, self.names, self.ancestors = [task], 1 << task.index, task.ancestors
+        self.first = self.last = place
+        self.is_extern = task.is_extern
         # The task that says how the kernel loops, where it reduces, and its loops before any is joined with the next.
-        self.reduction = next((task for task in tasks if task.is_reduction), None)
-        self.numel = max([task.numel for task in tasks])
-        self.extents = _extents(self.reduction) if self.reduction else frozenset((self.numel,))
-        self.shape = max(tasks, key=lambda task: task.whole[0] * task.whole[1]).shape
-        self.reads: dict[Source, set[Access]] = {}
-        self.writes: dict[Source, Access] = {}
+        self.reduction = task if task.is_reduction else None
+        self.numel, self.shape = task.numel, task.shape
+        self.size = task.whole[0] * task.whole[1]  # of the largest loops: those of `shape`
+        self.extents = {task.numel, task.numel * task.reduced, self.size} if task.is_reduction else {task.numel}
+        self.reads: dict[Source, set[Access]] = task.reads
+        self.writes: dict[Source, Access] = dict(task.writes)
         self.touched: set[tuple[Source, Place]] = set()
         self.mixed: tuple[Group, Group] | None = None  # the tasks along rows, and those along columns
         self.spare: set[tuple[str, int]] = set()  # dtype and bytes of what it alone reads: memory that can serve again
-
-    @classmethod
-    def of(cls, task: Task, ancestors: int, place: int) -> Group:
-        group = cls([task], 1 << task.index, ancestors, place, place)
-        group.reads = dict(task.reads)
-        group.writes = dict(task.writes)
-        group._touch()
-        return group
+        if not task.is_extern:
+            self._touch()
 
     def joined(self, other: Group) -> Group:
         """Both as one kernel."""
-        names = self.names | other.names
-        ancestors = (self.ancestors | other.ancestors) & ~names
-        first, last = min(self.first, other.first), max(self.last, other.last)
-        both = Group([*self.tasks, *other.tasks], names, ancestors, first, last)
+        both = Group.__new__(Group)
+        both.is_extern, both.mixed = False, None
+        both.tasks, both.names = [*self.tasks, *other.tasks], self.names | other.names
+        both.ancestors = (self.ancestors | other.ancestors) & ~both.names
+        both.first, both.last = min(self.first, other.first), max(self.last, other.last)
+        largest = other if other.size > self.size else self
+        both.shape, both.size, both.numel = largest.shape, largest.size, max(self.numel, other.numel)
+        both.reduction = self.reduction or other.reduction
+        both.extents = self.extents if self.reduction else other.extents if other.reduction else {both.numel}
         both.reads = dict(self.reads)
         for source, accesses in other.reads.items():
-            both.reads[source] = both.reads.get(source, set()) | accesses
+            both.reads[source] = both.reads[source] | accesses if source in both.reads else accesses
         both.writes = {**self.writes, **other.writes}
         both._touch()
         if self.mixed is not None:
@@ -93,7 +94,7 @@ class _Fusion:
     def __init__(self, tasks: Sequence[Task], mixes: bool) -> None:
         self.mixes = mixes
         self.reorders = False
-        self.refused: set[tuple[Group, Group]] = set()  # pairs that cannot be joined, whatever happens to others
+        self.scores: dict[tuple[Group, Group], _Score | None] = {}  # of pairs, as far as they alone decide it
         groups: list[Group] = []
         self.group_of: dict[Task, Group] = {}
         for task in tasks:
@@ -102,7 +103,7 @@ class _Fusion:
                 if source.task is not None and source.task is not task:
                     mask |= source.task.ancestors | 1 << source.task.index
             task.ancestors = mask
-            group = self.group_of[task] = Group.of(task, mask, len(groups))
+            group = self.group_of[task] = Group(task, len(groups))
             groups.append(group)
         self.groups = groups
 
@@ -111,7 +112,7 @@ class _Fusion:
             if not self._round():
                 break
         self.reorders = True  # once more, with loops written otherwise
-        self.refused.clear()
+        self.scores.clear()
         self._round()
         return self.groups
 
@@ -142,39 +143,52 @@ class _Fusion:
             if not group.is_extern:
                 for source in {**group.reads, **group.writes}:
                     sharing.setdefault(source, []).append(group)
-        found: dict[tuple[Group, Group], tuple[int, int, int]] = {}
+        found: dict[tuple[Group, Group], _Score | None] = {}
         for each in sharing.values():
             for place, first in enumerate(each):
                 for second in each[place + 1 : place + 1 + _PAIRS]:
                     if first.mixed is None and first.extents.isdisjoint(second.extents):
                         continue  # loops of other extents: nothing else needs to be looked at
-                    if (first, second) not in found and self._can_fuse(first, second):
-                        found[first, second] = _score(first, second)
-        return sorted(found, key=found.__getitem__, reverse=True)
+                    pair = (first, second)
+                    if pair not in found and self._can_fuse(first, second):
+                        found[pair] = self.scores[pair]
+        return sorted(found, key=found.__getitem__, reverse=True)  # type: ignore[arg-type]
 
     def _can_fuse(self, first: Group, second: Group) -> bool:
         pair = (first, second)
-        if pair in self.refused:
+        if pair not in self.scores:
+            self.scores[pair] = self._score(first, second)
+        if self.scores[pair] is None:
             return False
-        if not self._suits(first, second):
-            self.refused.add(pair)
-            return False
-        feeds = first.mixed is None and first.names & second.ancestors
-        return not feeds or self._feeds(first, second)
+        if first.mixed is None and first.names & second.ancestors and not self._feeds(first, second):
+            self.scores[pair] = None  # what lies between them stays there
+        return self.scores[pair] is not None
 
-    def _suits(self, first: Group, second: Group) -> bool:
-        """Whether two kernels may be joined as far as they alone decide it."""
+    def _score(self, first: Group, second: Group) -> _Score | None:
+        """What joining two kernels saves, the best first; None where they cannot be, whatever happens to others."""
         if second.names & first.ancestors or second.mixed is not None:
-            return False
+            return None
+        saved = shared_bytes(first, second)
         if first.mixed is not None:
             rows, columns = first.mixed
             read = {**first.reads, **second.reads}
-            return len(read) <= _MIXED_READS and _joins_mixed(rows, second, columns)
-        if not _loops_fit(first, second):
-            return self.mixes and mixes(first, second)
+            if len(read) > _MIXED_READS or not _joins_mixed(rows, second, columns):
+                return None
+        elif not _loops_fit(first, second):
+            if not self.mixes or not mixes(first, second):
+                return None
+        elif not self._pays(first, second, saved):
+            return None
+        if first.mixed is None and mixes(first, second):
+            assert first.reduction is not None
+            saved = first.reduction.whole[0] * first.reduction.whole[1]
+        alike = (first.reduction is None) == (second.reduction is None)
+        return int(alike and saved > 0), saved, -distance(first, second)
+
+    def _pays(self, first: Group, second: Group, saved: int) -> bool:
+        """Whether two kernels whose loops fit are worth joining."""
         if not self.reorders and not _same_loops(first, second):
             return False
-        saved = shared_bytes(first, second)
         if not saved or len(first.tasks) + len(second.tasks) > _MOST_TASKS or _may_raise_peak(first, second, saved):
             return False
         return bool(first.names & second.ancestors) or (saved >= _LEAST_BYTES and distance(first, second) <= _FAR)
@@ -217,11 +231,6 @@ class _Fusion:
         for source in group.reads:
             if source.task is not None and self.group_of[source.task] is not group:
                 yield self.group_of[source.task]
-
-
-def _extents(task: Task) -> frozenset[int]:
-    """How many results a reduction has, how many numbers it reads, and how many before it was split."""
-    return frozenset((task.numel, task.numel * task.reduced, task.whole[0] * task.whole[1]))
 
 
 def _makes_a_circle(first: Group, second: Group, joined: Iterable[Group]) -> bool:
@@ -294,16 +303,6 @@ def _joins_mixed(rows: Group, other: Group, columns: Group) -> bool:
     return not related and all(
         a == rows.writes[s] for s, found in other.reads.items() if s in rows.writes for a in found
     )
-
-
-def _score(first: Group, second: Group) -> tuple[int, int, int]:
-    saved = shared_bytes(first, second)
-    if first.mixed is None and mixes(first, second):
-        reducing = first.reduction
-        assert reducing is not None
-        saved = reducing.whole[0] * reducing.whole[1]
-    alike = (first.reduction is None) == (second.reduction is None)
-    return int(alike and saved > 0), saved, -distance(first, second)
 
 
 def shared_bytes(first: Group, second: Group) -> int:
