@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from oomph.step.compile.graph import How, Value
 from oomph.step.ops import Kind
@@ -92,11 +92,11 @@ class Cell:
         self.value, self.shape, self.strides = value, shape, strides
         self.source: Source | None = None
         self.reads: list[Read] = []
-        self.ops: frozenset[int] = frozenset()
+        self.ops: Set[int] = frozenset()
 
-    @property
-    def buffers(self) -> int:
-        return len({source for source, _, _ in self.reads})
+    def reads_more_than(self, count: int) -> bool:
+        """Whether it reads more buffers than that."""
+        return len(self.reads) > count and len({source for source, _, _ in self.reads}) > count
 
 
 class View:
@@ -130,7 +130,7 @@ def through(view: View, read: Read) -> Read:
     """What a view of a cell reads of a buffer that the cell reads."""
     source, strides, start = read
     base_shape, base = view.cell.shape, view.cell.strides
-    if strides is None or (view.shape == base_shape and view.strides == base and not view.offset):
+    if strides is None:
         return read
     dims = sorted([(base[d], base_shape[d], strides[d]) for d in range(len(base)) if base_shape[d] > 1], reverse=True)
     result: list[int] = []
