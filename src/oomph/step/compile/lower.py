@@ -171,9 +171,10 @@ class Lowering:
         task = self._task(value, count, -(-reduced // splits))
         task.shape, task.whole, task.rows_first = operand.shape, (count, reduced), inner
         loops = _loops(operand.shape, value.shape)
+        shape = tuple([view.shape[dim] for dim in loops])
         for source, strides, start in self._reads(view):
-            turned = None if strides is None else [strides[dim] for dim in loops]
-            task.read(source, merged([view.shape[dim] for dim in loops], turned, start if splits == 1 else -splits))
+            turned = None if strides is None else tuple([strides[dim] for dim in loops])
+            task.read(source, merged(shape, turned, start if splits == 1 else -splits))
         if splits > 1:
             partial = self._source(task, value, count * splits * ITEM_BYTES["float32"], Kind.TEMPORARY)
             task.writes.append((partial, None))

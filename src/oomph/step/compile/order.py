@@ -13,13 +13,14 @@ from oomph.step.compile.tasks import Source
 class _Unit:
     """What is put in order: a kernel, or one result that is taken from the tuple that a kernel returns."""
 
-    __slots__ = ("group", "made", "reads", "size", "writes")
+    __slots__ = ("group", "made", "place", "reads", "size", "writes")
 
     def __init__(self, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> None:
         self.group = group
         self.reads, self.writes = tuple(reads), tuple(writes)
         self.made = [source for source in self.writes if source.root is source]
         self.size = sum([source.bytes for source in self.made])  # bytes that it allocates
+        self.place = 0  # in the order that is looked at
 
 
 class _Facts:
@@ -71,17 +72,19 @@ class _Facts:
 
     def live(self, order: Sequence[_Unit]) -> list[int]:
         """Bytes alive while each kernel runs, as inductor's estimate_peak_memory has them."""
-        place = {unit: index for index, unit in enumerate(order)}
+        for index, unit in enumerate(order):
+            unit.place = index
         change = [0] * (len(order) + 1)
         for source in self.inputs:
             change[0] += source.bytes
             if not source.is_output:
-                change[max([place[unit] for unit in self.readers[source]]) + 1] -= source.bytes
+                change[max([unit.place for unit in self.readers[source]]) + 1] -= source.bytes
         for unit in order:
-            change[place[unit]] += unit.size
+            change[unit.place] += unit.size
             for source in unit.made:
                 if not source.is_output:
-                    change[max([place[unit], *(place[each] for each in self.readers[source])]) + 1] -= source.bytes
+                    last = max([each.place for each in self.readers[source]], default=unit.place)
+                    change[last + 1] -= source.bytes
         now, found = 0, []
         for each in change[:-1]:
             now += each

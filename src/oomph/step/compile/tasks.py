@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from functools import lru_cache
 
 from oomph.step.compile.graph import How, Value
 from oomph.step.ops import Kind
@@ -108,7 +109,8 @@ class View:
         self.cell, self.shape, self.strides, self.offset = cell, shape, strides, offset
 
 
-def merged(shape: Sequence[int], strides: Sequence[int] | None, offset: int = 0) -> Access:
+@lru_cache(maxsize=1024)  # blocks are alike: a program has few
+def merged(shape: Shape, strides: Shape | None, offset: int = 0) -> Access:
     """An access with its loops joined where they run on."""
     if strides is None:
         return None
