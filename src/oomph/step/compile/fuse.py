@@ -6,7 +6,8 @@ are tried in the order of what they save, again and again until nothing more can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from oomph.step.compile.lower import SMS
 from oomph.step.compile.tasks import Access, Place, Source, Task
@@ -45,11 +46,10 @@ class Group:
         self.extents = {task.numel, task.numel * task.reduced, self.size} if task.is_reduction else {task.numel}
         self.reads: dict[Source, set[Access]] = task.reads
         self.writes: dict[Source, Access] = dict(task.writes)
-        self.touched: set[tuple[Source, Place]] = set()
         self.mixed: tuple[Group, Group] | None = None  # the tasks along rows, and those along columns
-        self.spare: set[tuple[str, int]] = set()  # dtype and bytes of what it alone reads: memory that can serve again
-        if not task.is_extern:
-            self._touch()
+        self.touched = {(source, access) for source, found in self.reads.items() for access in found if access}
+        self.touched.update([(source, access) for source, access in task.writes if access])
+        self.spare = _spare(self.reads)  # dtype and bytes of what it alone reads: memory that can serve again
 
     def joined(self, other: Group) -> Group:
         """Both as one kernel."""
@@ -66,7 +66,7 @@ class Group:
         for source, accesses in other.reads.items():
             both.reads[source] = both.reads[source] | accesses if source in both.reads else accesses
         both.writes = {**self.writes, **other.writes}
-        both._touch()
+        both.touched, both.spare = self.touched | other.touched, _spare(both.reads)
         if self.mixed is not None:
             rows, columns = self.mixed
             both.mixed = (
@@ -77,12 +77,9 @@ class Group:
             _share_workspace(both.mixed[1])
         return both
 
-    def _touch(self) -> None:
-        found = {
-            (source, access) for source, accesses in self.reads.items() for access in accesses if access is not None
-        }
-        self.touched = found | {(source, access) for source, access in self.writes.items() if access is not None}
-        self.spare = {(s.dtype, s.bytes) for s in self.reads if s.task is not None and len(s.users) == 1}
+
+def _spare(reads: Iterable[Source]) -> set[tuple[str, int]]:
+    return {(source.dtype, source.bytes) for source in reads if source.task is not None and len(source.users) == 1}
 
 
 def fused(tasks: Sequence[Task], mixes: bool) -> list[Group]:
@@ -122,7 +119,7 @@ class _Fusion:
         joined = {group: None for group in alive if len(group.tasks) > 1}
         for first, second in self._pairs():
             first, second = self.group_of[first.tasks[0]], self.group_of[second.tasks[0]]
-            if first is second or not self._can_fuse(first, second) or _makes_a_circle(first, second, joined):
+            if first is second or self._score(first, second) is None or _makes_a_circle(first, second, joined):
                 continue
             both = first.joined(second)
             del alive[first], alive[second]
@@ -150,22 +147,24 @@ class _Fusion:
                     if first.mixed is None and first.extents.isdisjoint(second.extents):
                         continue  # loops of other extents: nothing else needs to be looked at
                     pair = (first, second)
-                    if pair not in found and self._can_fuse(first, second):
-                        found[pair] = self.scores[pair]
-        return sorted(found, key=found.__getitem__, reverse=True)  # type: ignore[arg-type]
-
-    def _can_fuse(self, first: Group, second: Group) -> bool:
-        pair = (first, second)
-        if pair not in self.scores:
-            self.scores[pair] = self._score(first, second)
-        if self.scores[pair] is None:
-            return False
-        if first.mixed is None and first.names & second.ancestors and not self._feeds(first, second):
-            self.scores[pair] = None  # what lies between them stays there
-        return self.scores[pair] is not None
+                    if pair not in found:
+                        found[pair] = self._score(first, second)
+        possible = [(score, pair) for pair, score in found.items() if score is not None]
+        return [pair for _, pair in sorted(possible, key=itemgetter(0), reverse=True)]
 
     def _score(self, first: Group, second: Group) -> _Score | None:
-        """What joining two kernels saves, the best first; None where they cannot be, whatever happens to others."""
+        """What joining two kernels saves; None where they cannot be joined, and then never can."""
+        pair = (first, second)
+        if pair in self.scores and self.scores[pair] is None:
+            return None
+        if first.mixed is None and first.names & second.ancestors and not self._feeds(first, second):
+            self.scores[pair] = None  # what lies between them stays there
+        elif pair not in self.scores:
+            self.scores[pair] = self._score_alone(first, second)
+        return self.scores[pair]
+
+    def _score_alone(self, first: Group, second: Group) -> _Score | None:
+        """The same as far as they alone decide it."""
         if second.names & first.ancestors or second.mixed is not None:
             return None
         saved = shared_bytes(first, second)
@@ -187,17 +186,19 @@ class _Fusion:
 
     def _pays(self, first: Group, second: Group, saved: int) -> bool:
         """Whether two kernels whose loops fit are worth joining."""
+        if not saved or len(first.tasks) + len(second.tasks) > _MOST_TASKS:
+            return False
         if not self.reorders and not _same_loops(first, second):
             return False
-        if not saved or len(first.tasks) + len(second.tasks) > _MOST_TASKS or _may_raise_peak(first, second, saved):
+        if not first.names & second.ancestors and (saved < _LEAST_BYTES or distance(first, second) > _FAR):
             return False
-        return bool(first.names & second.ancestors) or (saved >= _LEAST_BYTES and distance(first, second) <= _FAR)
+        return not _may_raise_peak(first, second, saved)
 
     def _feeds(self, first: Group, second: Group) -> bool:
         """Whether all that the second reads of the first is read as it was written, and nothing lies between them."""
         for source, accesses in second.reads.items():
             if source in first.writes:
-                if any(access is None or access != first.writes[source] for access in accesses):
+                if accesses != {first.writes[source]} or None in accesses:
                     return False
             elif source.task is not None:
                 between = self.group_of[source.task]
@@ -208,29 +209,17 @@ class _Fusion:
     def _sorted(self, groups: list[Group]) -> list[Group]:
         """In the given order, but each after what it reads."""
         done: dict[Group, None] = {}
-
-        def visit(group: Group) -> None:
-            stack: list[tuple[Group, Iterator[Group]]] = [(group, self._before(group))]
-            seen = {group}
-            while stack:
-                each, rest = stack[-1]
-                following = next((other for other in rest if other not in done and other not in seen), None)
-                if following is None:
-                    done[each] = None
-                    stack.pop()
-                else:
-                    seen.add(following)
-                    stack.append((following, self._before(following)))
-
-        for group in groups:
-            if group not in done:
-                visit(group)
+        stack = groups[::-1]
+        while stack:
+            group = stack[-1]
+            makers = [self.group_of[source.task] for source in group.reads if source.task is not None]
+            missing = [each for each in makers if each is not group and each not in done]
+            if missing:
+                stack += missing[::-1]
+            else:
+                done[group] = None
+                stack.pop()
         return list(done)
-
-    def _before(self, group: Group) -> Iterator[Group]:
-        for source in group.reads:
-            if source.task is not None and self.group_of[source.task] is not group:
-                yield self.group_of[source.task]
 
 
 def _makes_a_circle(first: Group, second: Group, joined: Iterable[Group]) -> bool:
