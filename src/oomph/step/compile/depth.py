@@ -29,34 +29,48 @@ class _Deepening:
     def __init__(self, graphs: Graphs, gap: Gap) -> None:
         self.graphs, self.gap = graphs, gap
         self.end = gap.copies + 1  # the place of the block after
-        self.copies: dict[tuple[Value, int], Value] = {}
-        self.places: dict[Value, int] = {}  # of every value of the three blocks and the copies
-        self.offsets: dict[Value, int] = {}  # -1, 0 or 1: which of the three blocks it is of, or is a copy of
-        self.origin: dict[Value, Value] = {}  # what a copy is a copy of
-        self.names: dict[tuple[str, int], str] = {}  # names in copies: many values share one
         computed = {*graphs.forward, *graphs.backward}
         # Results of kernels that nothing reads, but that are written.
         self.unread = [item for call in computed if call.how is How.CALL for item in call.users if item not in computed]
-        values = sorted({*graphs.inputs, *computed, *self.unread})
-        self.next_index = max([value.index for value in values]) + 1
-        self.twins = self._twins(values)
+        self.values = sorted({*graphs.inputs, *computed, *self.unread})
+        self.next_index = max([value.index for value in self.values]) + 1
+        self.offsets: dict[Value, int] = {}  # -1, 0 or 1: which of the three blocks a value is of
+        self.pattern: dict[Value, Value] = {}  # the same value in the pattern
+        self.at: dict[int, dict[Value, Value]] = {}  # by place: the pattern's values as they are there
+        self._pair()
+        for place in range(1, self.end):
+            self.at[place] = self._copied(place)
 
-    def _twins(self, values: Sequence[Value]) -> dict[Value, dict[int, Value]]:
-        """The same value in the block before (-1), in the pattern (0) and in the block after (1)."""
+    def _pair(self) -> None:
+        """Find the same value in the block before, in the pattern and in the block after."""
+        gap = self.gap
         found: dict[tuple[object, ...], dict[int, Value]] = {}
-        result: dict[Value, dict[int, Value]] = {}
         counts: dict[tuple[object, ...], int] = {}
-        for value in values:
-            offset = self.gap.group_of(value.block)
+        for value in self.values:
+            offset = gap.group_of(value.block)
             if offset is None or value.block is None:
                 continue
-            own = value.block - (self.gap.before, self.gap.template, self.gap.after)[offset + 1]
+            own = value.block - (gap.before, gap.template, gap.after)[offset + 1]
             key = (own, renamed(value.name, value.block, 0), value.op, value.shape, value.dtype)
             count = counts[offset, key] = counts.get((offset, key), 0) + 1
-            twins = result[value] = found.setdefault((*key, count), {})
-            twins[offset] = value
-            self.places[value] = self.end if offset == 1 else offset
+            found.setdefault((*key, count), {})[offset] = value
             self.offsets[value] = offset
+        for place, offset in ((-1, -1), (0, 0), (self.end, 1)):
+            self.at[place] = {twins[0]: twins[offset] for twins in found.values() if 0 in twins and offset in twins}
+            self.pattern |= {value: first for first, value in self.at[place].items()}
+
+    def _copied(self, place: int) -> dict[Value, Value]:
+        """A copy of every value of the pattern; what it reads is not known yet."""
+        result: dict[Value, Value] = {}
+        names: dict[str, str] = {}  # many values share one
+        for value in self.at[0]:
+            assert value.block is not None
+            block = value.block + place * self.gap.period
+            name = names.get(value.name)
+            if name is None:
+                name = names[value.name] = renamed(value.name, value.block, block)
+            result[value] = value.copied(name, block, self.next_index)
+            self.next_index += 1
         return result
 
     def run(self, grads: Mapping[str, Value]) -> tuple[Graphs, dict[str, Value]]:
@@ -69,7 +83,8 @@ class _Deepening:
             tuple(self._repeated(graphs.saved, order)),
         )
         unread = self._repeated(sorted(self.unread), order)
-        self._wire([*deep.inputs, *dict.fromkeys(chain(deep.forward, deep.backward)), *unread])
+        self._wire()
+        _note_users([*deep.inputs, *dict.fromkeys(chain(deep.forward, deep.backward)), *unread])
         _check_order(deep.forward, deep.inputs)
         _check_order(deep.backward, (*deep.inputs, *deep.saved))
         return deep, self._grads(grads, order[::-1])
@@ -77,10 +92,10 @@ class _Deepening:
     def _repeated(self, values: Sequence[Value], order: Sequence[int]) -> list[Value]:
         """The values in order, each run of the pattern's once for every copy."""
         result: list[Value] = []
-        for is_pattern, run in groupby(values, lambda value: self.places.get(value) == 0):
+        for is_pattern, run in groupby(values, lambda value: self.offsets.get(value) == 0):
             if is_pattern:
                 own = list(run)
-                result += [self._at(each, at) for at in order for each in own]
+                result += [self.at[place][each] for place in order for each in own]
             else:
                 result += run
         return result
@@ -92,8 +107,10 @@ class _Deepening:
         for is_pattern, names in groupby(grads, lambda name: gap.group_of(block_of(name)) == 0):
             if is_pattern:
                 own = [(name, block_of(name) or 0) for name in names]
+                if any(grads[name] not in self.pattern for name, _ in own):
+                    raise UnlikeBlocksError
                 found |= {
-                    renamed(name, block, block + at * gap.period): self._at(grads[name], at)
+                    renamed(name, block, block + at * gap.period): self.at[at][self.pattern[grads[name]]]
                     for at in order
                     for name, block in own
                 }
@@ -101,64 +118,48 @@ class _Deepening:
                 found |= {name: grads[name] for name in names}
         return found
 
-    def _at(self, value: Value, place: int) -> Value:
-        """The value as it is at a place."""
-        twins = self.twins[value]
-        if place in (-1, 0, self.end):
-            found = twins.get(1 if place == self.end else place)
-            if found is None:
-                raise UnlikeBlocksError
-            return found
-        first = twins[0]
-        found = self.copies.get((first, place))
-        if found is None:
-            found = self.copies[first, place] = self._copied(first, place)
-        return found
-
-    def _copied(self, value: Value, place: int) -> Value:
-        assert value.block is not None
-        block = value.block + place * self.gap.period
-        name = self.names.get((value.name, place))
-        if name is None:
-            name = self.names[value.name, place] = renamed(value.name, value.block, block)
-        copy = value.copied(name, block, self.next_index)
-        self.next_index += 1
-        self.places[copy], self.offsets[copy], self.origin[copy] = place, 0, value
-        return copy
-
-    def _wire(self, values: Sequence[Value]) -> None:
+    def _wire(self) -> None:
         """Every value reads what stands where its own block does."""
-        inputs = [self._reads(value) for value in values]
-        for value, reads in zip(values, inputs, strict=True):
-            value.inputs, value.users = reads, []
-        for value in values:
-            for each in dict.fromkeys(value.inputs):
-                each.users.append(value)
-
-    def _reads(self, value: Value) -> tuple[Value, ...]:
-        result: list[Value] = []
-        offset, place = self.offsets.get(value), self.places.get(value, 0)
-        for read in self.origin.get(value, value).inputs:
-            twins = self.twins.get(read)
-            if twins is None or 0 not in twins:
-                result.append(read)
-                continue
-            own = self.offsets[read]
-            if offset is None:
-                if own == 0:
+        wired: list[tuple[Value, tuple[Value, ...]]] = []
+        for value in self.values:
+            offset, reads = self.offsets.get(value), self._reads(value)
+            for place in range(self.end) if offset == 0 else (self.end,) if offset == 1 else (-1,):
+                found = [self.at[place + away].get(read) if away is not None else read for read, away in reads]
+                inputs = tuple([each for each in found if each is not None])
+                if len(inputs) < len(reads):
                     raise UnlikeBlocksError
-                result.append(read)
-            elif abs(own - offset) > 1:
+                wired.append((self.at[place][value] if offset == 0 else value, inputs))
+        for value, inputs in wired:
+            value.inputs = inputs
+
+    def _reads(self, value: Value) -> list[tuple[Value, int | None]]:
+        """What a value reads: of the pattern, and how many places away; or the same everywhere."""
+        offset = self.offsets.get(value)
+        result: list[tuple[Value, int | None]] = []
+        for read in value.inputs:
+            first = self.pattern.get(read)
+            if first is None or (offset is None and first is not read):
+                result.append((read, None))
+            elif offset is None or abs(self.offsets[read] - offset) > 1:
                 raise UnlikeBlocksError
             else:
-                result.append(self._at(read, place + own - offset))
-        return tuple(result)
+                result.append((first, self.offsets[read] - offset))
+        return result
+
+
+def _note_users(values: Sequence[Value]) -> None:
+    for value in values:
+        value.users = []
+    for value in values:
+        for each in dict.fromkeys(value.inputs):
+            each.users.append(value)
 
 
 def _check_order(graph: Sequence[Value], given: Sequence[Value]) -> None:
     """Raises `UnlikeBlocksError` where a value reads something that is not there yet."""
     known = set(given)
     for value in graph:
-        if any(read not in known and read.how is not How.TANGENT for read in value.inputs):
-            raise UnlikeBlocksError
+        for read in value.inputs:
+            if read not in known and read.how is not How.TANGENT:
+                raise UnlikeBlocksError
         known.add(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from oomph.step.compile.fuse import Group
-from oomph.step.compile.graph import How
+from oomph.step.compile.graph import How, Value
 from oomph.step.compile.tasks import Source, Task
 from oomph.step.ops import Buffer, Kernel, Op, Phase
 from oomph.step.tensor.layout import ITEM_BYTES, numel
@@ -48,31 +48,28 @@ class _Emitter:
             if source.users:
                 self.aliases[buffer] = self.aliases.get(buffer, 0) + 1
         self.taken: set[Source] = set()  # overwritten in place
-        self.stands_for: dict[Source, Source | None] = {}  # what results that never leave a kernel would overwrite
+        self.internal: dict[Source, Source | None] = {}  # what never leaves its kernel, and what it would overwrite
         self.last = self._last_uses()
 
     def run(self) -> tuple[Op, ...]:
-        ops: list[tuple[Op, _Frees]] = []
+        memory: list[tuple[list[Buffer], _Frees]] = []
         for step, group in enumerate(self.order):
             fresh = self._outputs(step, group)
             self.done.update(group.tasks)
-            frees: _Frees = []
-            op = self._op(group, fresh)
-            spent = [buffer for buffer in op.allocates if buffer not in fresh]
-            frees += spent
-            ops.append((op, frees))
+            spent = _spent(group.tasks[-1].value)
+            frees: _Frees = list(spent)
+            memory.append((fresh + spent, frees))
             for source in self.last[step]:
                 self._drop(step, source, frees)
-        return tuple([op.on(op.allocates, tuple(frees)) for op, frees in ops])
+        return tuple([self._op(group, *each) for group, each in zip(self.order, memory, strict=True)])
 
     def _last_uses(self) -> list[list[Source]]:
         last: dict[Source, int] = {}
         for step, group in enumerate(self.order):
             for source in group.writes:
-                last[source.root] = max(last.get(source.root, 0), step)
+                last[source.root] = step
             for source in group.reads:
-                root = source.root if source.task is not None else source
-                last[root] = max(last.get(root, 0), step)
+                last[source.root] = step
         result: list[list[Source]] = [[] for _ in self.order]
         outputs = {source.root for group in self.order for source in group.writes if source.is_output}
         for source, step in last.items():
@@ -90,8 +87,8 @@ class _Emitter:
                 if source.root is not source:
                     continue
                 victim = None if task.is_extern else self._overwritten(task, source, access)
-                if self._is_internal(source, group):
-                    self.stands_for[source] = victim
+                if _is_internal(source, group):
+                    self.internal[source] = victim
                 elif victim is not None:
                     self.buffers[source] = self.buffers[victim]
                     self.taken.add(victim)
@@ -100,10 +97,6 @@ class _Emitter:
                 else:
                     fresh += self._allocated(step, source)
         return fresh
-
-    def _is_internal(self, source: Source, group: Group) -> bool:
-        """Whether it never leaves the kernel that computes it."""
-        return not source.is_output and not group.is_extern and all(user in group.tasks for user in source.users)
 
     def _overwritten(self, task: Task, out: Source, access: object) -> Source | None:
         """An operand that nothing else reads any more, of the result's size, read where the result is written.
@@ -121,7 +114,7 @@ class _Emitter:
             if buffer is not None and (buffer in self.held or self.aliases.get(buffer, 1) > 1):
                 continue
             if all(user is task or user in self.done or task.ancestors >> user.index & 1 for user in source.users):
-                return source if buffer is not None else self.stands_for.get(source)
+                return source if buffer is not None else self.internal.get(source)
         return None
 
     def _allocated(self, step: int, source: Source) -> list[Buffer]:
@@ -158,11 +151,9 @@ class _Emitter:
 
     # --- work ---------------------------------------------------------------------------------------------------
 
-    def _op(self, group: Group, fresh: list[Buffer]) -> Op:
-        task = group.tasks[-1]
-        value = task.value
+    def _op(self, group: Group, allocates: list[Buffer], frees: _Frees) -> Op:
+        value = group.tasks[-1].value
         facts = value.facts.get("facts", {})
-        spent = [Buffer(f"{value.name}.temporary", size, value.kind, value.block) for size in facts.get("spent", ())]
         moved = self._moved(group)
         if value.how is How.PRODUCT:
             kernel = Kernel.GEMM
@@ -173,7 +164,7 @@ class _Emitter:
         else:
             kernel = Kernel.REDUCTION if group.reduction else Kernel.POINTWISE
         return Op(
-            value.name, self.phase, (*fresh, *spent), (), kernel, facts.get("shape", ()), facts.get("dtype", "float32"),
+            value.name, self.phase, tuple(allocates), tuple(frees), kernel, facts.get("shape", ()), facts.get("dtype", "float32"),
             facts.get("flops", 0), moved, 1, value.block,
         )  # fmt: skip
 
@@ -188,6 +179,17 @@ class _Emitter:
                 whole = source.bytes if group.is_extern else min(source.bytes, group.numel * ITEM_BYTES[source.dtype])
                 rows = [whole]
             total.append((min(max(rows), source.bytes) if source.bytes else 0, source.batched))
-        total += [(s.bytes, s.batched) for s in group.writes if s.root is s and not self._is_internal(s, group)]
+        total += [(s.bytes, s.batched) for s in group.writes if s.root is s and s not in self.internal]
         self.still.append(sum([size for size, batched in total if not batched]))
         return sum([size for size, _ in total])
+
+
+def _is_internal(source: Source, group: Group) -> bool:
+    """Whether it never leaves the kernel that computes it."""
+    return not source.is_output and not group.is_extern and all([user in group.tasks for user in source.users])
+
+
+def _spent(value: Value) -> list[Buffer]:
+    """Memory that a kernel needs only while it runs."""
+    sizes = value.facts.get("facts", {}).get("spent", ())
+    return [Buffer(f"{value.name}.temporary", size, value.kind, value.block) for size in sizes]

@@ -6,7 +6,8 @@ are tried in the order of what they save, again and again until nothing more can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from oomph.step.compile.lower import SMS
 from oomph.step.compile.tasks import Access, Place, Source, Task
@@ -23,49 +24,49 @@ _OVERHEAD = 32  # a join that keeps more than so many times the bytes it saves f
 _MIXED_NUMBERS, _MIXED_ROWS, _MIXED_COLUMNS = 5 << 20, 4096, 16384  # where rows and columns are summed up together
 _MIXED_READS = 10  # buffers that such a kernel may read
 
+_Score = tuple[int, int, int]
+
 
 class Group:
     """Tasks that run as one kernel. Tasks are bits, so that sets of them are numbers."""
 
     __slots__ = (
         "ancestors", "extents", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction", "shape",
-        "spare", "tasks", "touched", "writes",
+        "size", "spare", "tasks", "touched", "writes",
     )  # fmt: skip
 
-    def __init__(self, tasks: list[Task], names: int, ancestors: int, first: int, last: int) -> None:
-        self.tasks, self.names, self.ancestors = tasks, names, ancestors
-        self.first, self.last = first, last
-        self.is_extern = tasks[0].is_extern
+    def __init__(self, task: Task, place: int) -> None:
+        self.tasks, self.names, self.ancestors = [task], 1 << task.index, task.ancestors
+        self.first = self.last = place
+        self.is_extern = task.is_extern
         # The task that says how the kernel loops, where it reduces, and its loops before any is joined with the next.
-        self.reduction = next((task for task in tasks if task.is_reduction), None)
-        self.numel = max([task.numel for task in tasks])
-        self.extents = _extents(self.reduction) if self.reduction else frozenset((self.numel,))
-        self.shape = max(tasks, key=lambda task: task.whole[0] * task.whole[1]).shape
-        self.reads: dict[Source, set[Access]] = {}
-        self.writes: dict[Source, Access] = {}
-        self.touched: set[tuple[Source, Place]] = set()
+        self.reduction = task if task.is_reduction else None
+        self.numel, self.shape = task.numel, task.shape
+        self.size = task.whole[0] * task.whole[1]  # of the largest loops: those of `shape`
+        self.extents = {task.numel, task.numel * task.reduced, self.size} if task.is_reduction else {task.numel}
+        self.reads: dict[Source, set[Access]] = task.reads
+        self.writes: dict[Source, Access] = dict(task.writes)
         self.mixed: tuple[Group, Group] | None = None  # the tasks along rows, and those along columns
-        self.spare: set[tuple[str, int]] = set()  # dtype and bytes of what it alone reads: memory that can serve again
-
-    @classmethod
-    def of(cls, task: Task, ancestors: int, place: int) -> Group:
-        group = cls([task], 1 << task.index, ancestors, place, place)
-        group.reads = dict(task.reads)
-        group.writes = dict(task.writes)
-        group._touch()
-        return group
+        self.touched = {(source, access) for source, found in self.reads.items() for access in found if access}
+        self.touched.update([(source, access) for source, access in task.writes if access])
+        self.spare = _spare(self.reads)  # dtype and bytes of what it alone reads: memory that can serve again
 
     def joined(self, other: Group) -> Group:
         """Both as one kernel."""
-        names = self.names | other.names
-        ancestors = (self.ancestors | other.ancestors) & ~names
-        first, last = min(self.first, other.first), max(self.last, other.last)
-        both = Group([*self.tasks, *other.tasks], names, ancestors, first, last)
+        both = Group.__new__(Group)
+        both.is_extern, both.mixed = False, None
+        both.tasks, both.names = [*self.tasks, *other.tasks], self.names | other.names
+        both.ancestors = (self.ancestors | other.ancestors) & ~both.names
+        both.first, both.last = min(self.first, other.first), max(self.last, other.last)
+        largest = other if other.size > self.size else self
+        both.shape, both.size, both.numel = largest.shape, largest.size, max(self.numel, other.numel)
+        both.reduction = self.reduction or other.reduction
+        both.extents = self.extents if self.reduction else other.extents if other.reduction else {both.numel}
         both.reads = dict(self.reads)
         for source, accesses in other.reads.items():
-            both.reads[source] = both.reads.get(source, set()) | accesses
+            both.reads[source] = both.reads[source] | accesses if source in both.reads else accesses
         both.writes = {**self.writes, **other.writes}
-        both._touch()
+        both.touched, both.spare = self.touched | other.touched, _spare(both.reads)
         if self.mixed is not None:
             rows, columns = self.mixed
             both.mixed = (
@@ -76,12 +77,9 @@ class Group:
             _share_workspace(both.mixed[1])
         return both
 
-    def _touch(self) -> None:
-        found = {
-            (source, access) for source, accesses in self.reads.items() for access in accesses if access is not None
-        }
-        self.touched = found | {(source, access) for source, access in self.writes.items() if access is not None}
-        self.spare = {(s.dtype, s.bytes) for s in self.reads if s.task is not None and len(s.users) == 1}
+
+def _spare(reads: Iterable[Source]) -> set[tuple[str, int]]:
+    return {(source.dtype, source.bytes) for source in reads if source.task is not None and len(source.users) == 1}
 
 
 def fused(tasks: Sequence[Task], mixes: bool) -> list[Group]:
@@ -93,7 +91,7 @@ class _Fusion:
     def __init__(self, tasks: Sequence[Task], mixes: bool) -> None:
         self.mixes = mixes
         self.reorders = False
-        self.refused: set[tuple[Group, Group]] = set()  # pairs that cannot be joined, whatever happens to others
+        self.scores: dict[tuple[Group, Group], _Score | None] = {}  # of pairs, as far as they alone decide it
         groups: list[Group] = []
         self.group_of: dict[Task, Group] = {}
         for task in tasks:
@@ -102,7 +100,7 @@ class _Fusion:
                 if source.task is not None and source.task is not task:
                     mask |= source.task.ancestors | 1 << source.task.index
             task.ancestors = mask
-            group = self.group_of[task] = Group.of(task, mask, len(groups))
+            group = self.group_of[task] = Group(task, len(groups))
             groups.append(group)
         self.groups = groups
 
@@ -111,7 +109,7 @@ class _Fusion:
             if not self._round():
                 break
         self.reorders = True  # once more, with loops written otherwise
-        self.refused.clear()
+        self.scores.clear()
         self._round()
         return self.groups
 
@@ -121,7 +119,7 @@ class _Fusion:
         joined = {group: None for group in alive if len(group.tasks) > 1}
         for first, second in self._pairs():
             first, second = self.group_of[first.tasks[0]], self.group_of[second.tasks[0]]
-            if first is second or not self._can_fuse(first, second) or _makes_a_circle(first, second, joined):
+            if first is second or self._score(first, second) is None or _makes_a_circle(first, second, joined):
                 continue
             both = first.joined(second)
             del alive[first], alive[second]
@@ -142,48 +140,65 @@ class _Fusion:
             if not group.is_extern:
                 for source in {**group.reads, **group.writes}:
                     sharing.setdefault(source, []).append(group)
-        found: dict[tuple[Group, Group], tuple[int, int, int]] = {}
+        found: dict[tuple[Group, Group], _Score | None] = {}
         for each in sharing.values():
             for place, first in enumerate(each):
                 for second in each[place + 1 : place + 1 + _PAIRS]:
                     if first.mixed is None and first.extents.isdisjoint(second.extents):
                         continue  # loops of other extents: nothing else needs to be looked at
-                    if (first, second) not in found and self._can_fuse(first, second):
-                        found[first, second] = _score(first, second)
-        return sorted(found, key=found.__getitem__, reverse=True)
+                    pair = (first, second)
+                    if pair not in found:
+                        found[pair] = self._score(first, second)
+        possible = [(score, pair) for pair, score in found.items() if score is not None]
+        return [pair for _, pair in sorted(possible, key=itemgetter(0), reverse=True)]
 
-    def _can_fuse(self, first: Group, second: Group) -> bool:
+    def _score(self, first: Group, second: Group) -> _Score | None:
+        """What joining two kernels saves; None where they cannot be joined, and then never can."""
         pair = (first, second)
-        if pair in self.refused:
-            return False
-        if not self._suits(first, second):
-            self.refused.add(pair)
-            return False
-        feeds = first.mixed is None and first.names & second.ancestors
-        return not feeds or self._feeds(first, second)
+        if pair in self.scores and self.scores[pair] is None:
+            return None
+        if first.mixed is None and first.names & second.ancestors and not self._feeds(first, second):
+            self.scores[pair] = None  # what lies between them stays there
+        elif pair not in self.scores:
+            self.scores[pair] = self._score_alone(first, second)
+        return self.scores[pair]
 
-    def _suits(self, first: Group, second: Group) -> bool:
-        """Whether two kernels may be joined as far as they alone decide it."""
+    def _score_alone(self, first: Group, second: Group) -> _Score | None:
+        """The same as far as they alone decide it."""
         if second.names & first.ancestors or second.mixed is not None:
-            return False
+            return None
+        saved = shared_bytes(first, second)
         if first.mixed is not None:
             rows, columns = first.mixed
             read = {**first.reads, **second.reads}
-            return len(read) <= _MIXED_READS and _joins_mixed(rows, second, columns)
-        if not _loops_fit(first, second):
-            return self.mixes and mixes(first, second)
+            if len(read) > _MIXED_READS or not _joins_mixed(rows, second, columns):
+                return None
+        elif not _loops_fit(first, second):
+            if not self.mixes or not mixes(first, second):
+                return None
+        elif not self._pays(first, second, saved):
+            return None
+        if first.mixed is None and mixes(first, second):
+            assert first.reduction is not None
+            saved = first.reduction.whole[0] * first.reduction.whole[1]
+        alike = (first.reduction is None) == (second.reduction is None)
+        return int(alike and saved > 0), saved, -distance(first, second)
+
+    def _pays(self, first: Group, second: Group, saved: int) -> bool:
+        """Whether two kernels whose loops fit are worth joining."""
+        if not saved or len(first.tasks) + len(second.tasks) > _MOST_TASKS:
+            return False
         if not self.reorders and not _same_loops(first, second):
             return False
-        saved = shared_bytes(first, second)
-        if not saved or len(first.tasks) + len(second.tasks) > _MOST_TASKS or _may_raise_peak(first, second, saved):
+        if not first.names & second.ancestors and (saved < _LEAST_BYTES or distance(first, second) > _FAR):
             return False
-        return bool(first.names & second.ancestors) or (saved >= _LEAST_BYTES and distance(first, second) <= _FAR)
+        return not _may_raise_peak(first, second, saved)
 
     def _feeds(self, first: Group, second: Group) -> bool:
         """Whether all that the second reads of the first is read as it was written, and nothing lies between them."""
         for source, accesses in second.reads.items():
             if source in first.writes:
-                if any(access is None or access != first.writes[source] for access in accesses):
+                if accesses != {first.writes[source]} or None in accesses:
                     return False
             elif source.task is not None:
                 between = self.group_of[source.task]
@@ -194,35 +209,17 @@ class _Fusion:
     def _sorted(self, groups: list[Group]) -> list[Group]:
         """In the given order, but each after what it reads."""
         done: dict[Group, None] = {}
-
-        def visit(group: Group) -> None:
-            stack: list[tuple[Group, Iterator[Group]]] = [(group, self._before(group))]
-            seen = {group}
-            while stack:
-                each, rest = stack[-1]
-                following = next((other for other in rest if other not in done and other not in seen), None)
-                if following is None:
-                    done[each] = None
-                    stack.pop()
-                else:
-                    seen.add(following)
-                    stack.append((following, self._before(following)))
-
-        for group in groups:
-            if group not in done:
-                visit(group)
+        stack = groups[::-1]
+        while stack:
+            group = stack[-1]
+            makers = [source.task for source in group.reads if source.task is not None]
+            missing = [task for task in makers if self.group_of[task] is not group and self.group_of[task] not in done]
+            if missing:  # topological_sort_schedule takes them by their buffers' names
+                stack += [self.group_of[task] for task in sorted(missing, key=lambda task: -task.index)]
+            else:
+                done[group] = None
+                stack.pop()
         return list(done)
-
-    def _before(self, group: Group) -> Iterator[Group]:
-        makers = [source.task for source in group.reads if source.task is not None]
-        for task in sorted(makers, key=lambda task: task.index):  # topological_sort_schedule goes by buffers' names
-            if self.group_of[task] is not group:
-                yield self.group_of[task]
-
-
-def _extents(task: Task) -> frozenset[int]:
-    """How many results a reduction has, how many numbers it reads, and how many before it was split."""
-    return frozenset((task.numel, task.numel * task.reduced, task.whole[0] * task.whole[1]))
 
 
 def _makes_a_circle(first: Group, second: Group, joined: Iterable[Group]) -> bool:
@@ -295,16 +292,6 @@ def _joins_mixed(rows: Group, other: Group, columns: Group) -> bool:
     return not related and all(
         a == rows.writes[s] for s, found in other.reads.items() if s in rows.writes for a in found
     )
-
-
-def _score(first: Group, second: Group) -> tuple[int, int, int]:
-    saved = shared_bytes(first, second)
-    if first.mixed is None and mixes(first, second):
-        reducing = first.reduction
-        assert reducing is not None
-        saved = reducing.whole[0] * reducing.whole[1]
-    alike = (first.reduction is None) == (second.reduction is None)
-    return int(alike and saved > 0), saved, -distance(first, second)
 
 
 def shared_bytes(first: Group, second: Group) -> int:

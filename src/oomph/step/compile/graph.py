@@ -7,7 +7,7 @@ and equal expressions become one. What PyTorch decomposes is decomposed (`decomp
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Any
 
 from oomph.step.depth import block_of
@@ -17,7 +17,7 @@ from oomph.step.tensor.tape import Tape, Weight
 from oomph.step.tensor.tensor import Tensor
 
 
-class How(Enum):
+class How(IntEnum):
     """What kind of operation a value comes from."""
 
     INPUT = auto()  # parameters, buffers and the batch
@@ -66,7 +66,7 @@ class Value:
         copy.shape, copy.dtype, copy.strides, copy.offset = self.shape, self.dtype, self.strides, self.offset
         copy.bytes, copy.users, copy.index = self.bytes, [], index
         copy.name, copy.kind, copy.block, copy.checkpoint = name, self.kind, block, self.checkpoint
-        copy.facts = dict(self.facts)
+        copy.facts = self.facts
         return copy
 
     def __lt__(self, other: Value) -> bool:

@@ -78,7 +78,9 @@ class Lowering:
     # --- values -------------------------------------------------------------------------------------------------
 
     def _lower(self, value: Value) -> None:
-        match value.how:
+        match value.how:  # the most frequent first
+            case How.POINTWISE:
+                self._pointwise(value)
             case How.VIEW:
                 self._view(value)
             case How.ITEM:
@@ -122,7 +124,7 @@ class Lowering:
 
     def _pointwise(self, value: Value) -> None:
         cell = Cell(value, value.shape, value.strides)
-        ops: set[int] = {value.index}
+        ops = {value.index}
         if len(value.inputs) < _OPERANDS.get(value.op.partition("_")[0].partition(".")[0], 0):
             ops.add(-value.index)  # the number that it adds, multiplies or compares with is an operation too
         indirect = value.how is How.GATHER or bool(value.facts.get("gathers"))
@@ -136,19 +138,21 @@ class Lowering:
                     read = (read[0], None, 0)
                 elif places is not None:
                     read = placed(read, places[0], places[1][index])
-                else:
+                elif view.shape != value.shape:
                     read = broadcast(read, view.shape, value.shape)
                 reads[read] = None
-        cell.reads, cell.ops = list(reads), frozenset(ops)
+        cell.reads, cell.ops = list(reads), ops
         self.views[value] = View(cell, value.shape, value.strides)
         if value.how is How.RANDOM:
             self._write(cell)
 
     def _reads(self, view: View) -> list[Read]:
         """What is read to compute a view; what reads nothing itself is computed again, written or not."""
-        source = view.cell.source
+        cell = view.cell
+        source = cell.source
         if source is None:
-            return [through(view, read) for read in view.cell.reads]
+            whole = view.strides == cell.strides and view.shape == cell.shape and not view.offset
+            return cell.reads if whole else [through(view, read) for read in cell.reads]
         if source.task is not None and source.task.is_constant:
             return []
         return [(source, view.strides, view.offset)]
@@ -167,9 +171,10 @@ class Lowering:
         task = self._task(value, count, -(-reduced // splits))
         task.shape, task.whole, task.rows_first = operand.shape, (count, reduced), inner
         loops = _loops(operand.shape, value.shape)
+        shape = tuple([view.shape[dim] for dim in loops])
         for source, strides, start in self._reads(view):
-            turned = None if strides is None else [strides[dim] for dim in loops]
-            task.read(source, merged([view.shape[dim] for dim in loops], turned, start if splits == 1 else -splits))
+            turned = None if strides is None else tuple([strides[dim] for dim in loops])
+            task.read(source, merged(shape, turned, start if splits == 1 else -splits))
         if splits > 1:
             partial = self._source(task, value, count * splits * ITEM_BYTES["float32"], Kind.TEMPORARY)
             task.writes.append((partial, None))
@@ -243,16 +248,19 @@ class Lowering:
         if cell.source is not None:
             return
         users = [user for user in value.users if user in self.inside]
-        count = len(users) + (value in self.outputs)
-        if count > 1:
+        if len(users) > 1:
             product, several = any(user.op == "mm" for user in users), self._nontrivial(cell) > 1
             if product or (any(map(_is_kernel, users)) and several):
                 self._write(cell, None if several else view.shape)  # a mere copy as the product reads it
                 return
-            if self._is_large(cell) or cell.buffers > _READS_ON_REUSE or (not self.cuda and self._is_heavy(cell)):
+            if (
+                self._is_large(cell)
+                or cell.reads_more_than(_READS_ON_REUSE)
+                or (not self.cuda and self._is_heavy(cell))
+            ):
                 self._write(cell)
                 return
-        if (cell.buffers > _READS or self._is_large(cell)) and self._nontrivial(cell) > 1:
+        if (cell.reads_more_than(_READS) or self._is_large(cell)) and self._nontrivial(cell) > 1:
             self._write(cell)
 
     def _nontrivial(self, cell: Cell) -> int:
@@ -270,11 +278,8 @@ class Lowering:
         if cell.source is None:
             task = self._task(cell.value, numel(cell.shape), 1)
             task.shape = shape or cell.shape
-            loops = sorted(range(len(cell.shape)), key=lambda dim: -cell.strides[dim])  # as the result lies in memory
-            sizes = [cell.shape[dim] for dim in loops]
             for source, strides, start in cell.reads:
-                turned = None if strides is None else [strides[dim] for dim in loops]
-                task.read(source, merged(sizes, turned, start))
+                task.read(source, merged(cell.shape, strides, start, cell.strides))
             cell.source = self._result(task, cell.value).cell.source
             cell.reads, cell.ops = [], frozenset()
         assert cell.source is not None
@@ -295,9 +300,7 @@ class Lowering:
         padded = self.cuda and value not in self.visible and value.how is not How.ITEM
         size = padded_bytes(value.shape, value.strides, value.dtype) if padded else value.bytes
         cell.source = self._source(task, value, size, value.kind)
-        loops = sorted(range(len(value.shape)), key=lambda dim: -value.strides[dim])
-        access = merged([value.shape[dim] for dim in loops], [value.strides[dim] for dim in loops])
-        task.writes.append((cell.source, access))
+        task.writes.append((cell.source, merged(value.shape, value.strides, laid=value.strides)))
         return View(cell, value.shape, value.strides)
 
 

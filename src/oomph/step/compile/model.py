@@ -87,6 +87,7 @@ def _made(config: TrainConfig, cuda: bool, threads: int, make: Callable[[Program
         except UnlikeBlocksError:
             return make(ProgramMaker(config, cuda, threads, range(config.n_layer), ()))
     finally:
+        gc.collect(0)  # now, while they are young and near: a search makes hundreds of graphs, and pauses collection
         if collects:
             gc.enable()
 

@@ -13,13 +13,14 @@ from oomph.step.compile.tasks import Source
 class _Unit:
     """What is put in order: a kernel, or one result that is taken from the tuple that a kernel returns."""
 
-    __slots__ = ("group", "made", "reads", "size", "writes")
+    __slots__ = ("group", "index", "made", "place", "reads", "size", "writes")
 
     def __init__(self, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> None:
         self.group = group
         self.reads, self.writes = tuple(reads), tuple(writes)
         self.made = [source for source in self.writes if source.root is source]
         self.size = sum([source.bytes for source in self.made])  # bytes that it allocates
+        self.index = self.place = 0  # in the order that is given, and in the one that is looked at
 
 
 class _Facts:
@@ -31,7 +32,6 @@ class _Facts:
         self.following: dict[_Unit, list[_Unit]] = {}
         for group in groups:
             self._add(group)
-        self.place = {unit: index for index, unit in enumerate(self.units)}
         self.inputs = [source for source in inputs if source.freeable and source.users]
         self.maker = {source: unit for unit in self.units for source in unit.writes}
         self.readers: dict[Source, list[_Unit]] = {source.root: [] for source in self.maker}
@@ -53,6 +53,7 @@ class _Facts:
             self.following[kernel].append(item)
 
     def _put(self, unit: _Unit) -> _Unit:
+        unit.index = len(self.units)
         self.units.append(unit)
         self.before[unit], self.following[unit] = [], []
         return unit
@@ -71,17 +72,19 @@ class _Facts:
 
     def live(self, order: Sequence[_Unit]) -> list[int]:
         """Bytes alive while each kernel runs, as inductor's estimate_peak_memory has them."""
-        place = {unit: index for index, unit in enumerate(order)}
+        for index, unit in enumerate(order):
+            unit.place = index
         change = [0] * (len(order) + 1)
         for source in self.inputs:
             change[0] += source.bytes
             if not source.is_output:
-                change[max([place[unit] for unit in self.readers[source]]) + 1] -= source.bytes
+                change[max([unit.place for unit in self.readers[source]]) + 1] -= source.bytes
         for unit in order:
-            change[place[unit]] += unit.size
+            change[unit.place] += unit.size
             for source in unit.made:
                 if not source.is_output:
-                    change[max([place[unit], *(place[each] for each in self.readers[source])]) + 1] -= source.bytes
+                    last = max([each.place for each in self.readers[source]], default=unit.place)
+                    change[last + 1] -= source.bytes
         now, found = 0, []
         for each in change[:-1]:
             now += each
@@ -116,7 +119,7 @@ def _least_peak_first(facts: _Facts) -> list[_Unit]:
         gap = most - live
         chosen = min(
             ready,
-            key=lambda g: (g.size if g.size > gap else 0, g.size - frees[g], facts.place[g]),
+            key=lambda g: (g.size if g.size > gap else 0, g.size - frees[g], g.index),
         )
         ready.remove(chosen)
         result.append(chosen)
@@ -142,7 +145,7 @@ def _breadth_first(facts: _Facts) -> list[_Unit]:
     heap: list[tuple[list[int], int, _Unit]] = []
     for unit in facts.units:
         if not waits[unit]:
-            heappush(heap, ([], facts.place[unit], unit))
+            heappush(heap, ([], unit.index, unit))
     result: list[_Unit] = []
     while heap:
         chosen = heappop(heap)[2]
@@ -151,13 +154,13 @@ def _breadth_first(facts: _Facts) -> list[_Unit]:
         for unit in facts.following[chosen]:
             waits[unit] -= 1
             if not waits[unit]:
-                heappush(heap, (sorted([at[each] for each in facts.before[unit]]), facts.place[unit], unit))
+                heappush(heap, (sorted([at[each] for each in facts.before[unit]]), unit.index, unit))
     return result
 
 
 def _depth_first(facts: _Facts) -> list[_Unit]:
     """topological_sort_dfs: the smallest first, each after what it reads."""
-    weight = {g: (g.size + sum([s.bytes for s in facts.reads[g]]), facts.place[g]) for g in facts.units}
+    weight = {g: (g.size + sum([s.bytes for s in facts.reads[g]]), g.index) for g in facts.units}
     done: dict[_Unit, None] = {}
     for start in sorted(facts.units, key=weight.__getitem__):
         stack = [start]

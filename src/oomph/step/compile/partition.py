@@ -105,8 +105,7 @@ class _Partitioner:
         source, sink = 2 * len(self.values), 2 * len(self.values) + 1
         for value in self.values:
             index = value.index
-            if self.late[index] and self.closure[index]:
-                flow.edge(2 * index, sink, _INFINITE)
+            if self.closure[index]:
                 continue
             if self.late[index]:
                 flow.edge(2 * index + 1, sink, _INFINITE)
@@ -117,7 +116,7 @@ class _Partitioner:
                 self._ban(value)
             flow.edge(2 * index, 2 * index + 1, self._weight(value))
             for user in value.users:
-                flow.edge(2 * index + 1, 2 * user.index, _INFINITE)
+                flow.edge(2 * index + 1, sink if self.closure[user.index] else 2 * user.index, _INFINITE)
         self._ban_uses_far_apart()
         self._ban_long_chains()
         for index, banned in enumerate(self.banned):
@@ -268,35 +267,26 @@ class _Flow:
 
     def cut(self, source: int, sink: int) -> list[bool]:
         """Whether each node is on the sink's side. Of equally cheap cuts the one nearest the sink is taken."""
-        while (levels := self._levels(source, sink)) is not None:
+        while (levels := self._levels(source, sink))[source] >= 0:
             self._augment(source, sink, levels)
-        near = [False] * len(self.out)
-        near[sink] = True
-        todo = [sink]
-        while todo:
-            node = todo.pop()
-            for edge in self.out[node]:
-                other = self.to[edge]
-                if not near[other] and self.left[edge ^ 1] > 0:
-                    near[other] = True
-                    todo.append(other)
-        return near
+        return [level >= 0 for level in levels]
 
-    def _levels(self, source: int, sink: int) -> list[int] | None:
+    def _levels(self, source: int, sink: int) -> list[int]:
+        """How many edges each node is from the sink, as far as the source; -1 where no way is left."""
         levels = [-1] * len(self.out)
-        levels[source] = 0
-        todo = deque([source])
-        while todo:
+        levels[sink] = 0
+        todo = deque([sink])
+        while todo and levels[source] < 0:
             node = todo.popleft()
             for edge in self.out[node]:
                 other = self.to[edge]
-                if self.left[edge] > 0 and levels[other] < 0:
+                if levels[other] < 0 and self.left[edge ^ 1] > 0:
                     levels[other] = levels[node] + 1
                     todo.append(other)
-        return levels if levels[sink] >= 0 else None
+        return levels
 
     def _augment(self, source: int, sink: int, levels: list[int]) -> None:
-        """Paths along rising levels until none is left."""
+        """Paths along falling levels until none is left."""
         out, to, left = self.out, self.to, self.left
         tried = [0] * len(out)
         path: list[int] = []
@@ -314,7 +304,7 @@ class _Flow:
             edges = out[node]
             while tried[node] < len(edges):
                 edge = edges[tried[node]]
-                if left[edge] > 0 and levels[to[edge]] == levels[node] + 1:
+                if left[edge] > 0 and levels[to[edge]] == levels[node] - 1:
                     path.append(edge)
                     node = to[edge]
                     break
@@ -322,5 +312,5 @@ class _Flow:
             else:
                 if node == source:
                     return
-                levels[node] = -1
+                levels[node] = len(out)  # a dead end
                 node = to[path.pop() ^ 1]

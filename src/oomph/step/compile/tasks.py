@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from functools import lru_cache
 
 from oomph.step.compile.graph import How, Value
 from oomph.step.ops import Kind
@@ -92,11 +93,11 @@ class Cell:
         self.value, self.shape, self.strides = value, shape, strides
         self.source: Source | None = None
         self.reads: list[Read] = []
-        self.ops: frozenset[int] = frozenset()
+        self.ops: Set[int] = frozenset()
 
-    @property
-    def buffers(self) -> int:
-        return len({source for source, _, _ in self.reads})
+    def reads_more_than(self, count: int) -> bool:
+        """Whether it reads more buffers than that."""
+        return len(self.reads) > count and len({source for source, _, _ in self.reads}) > count
 
 
 class View:
@@ -108,10 +109,14 @@ class View:
         self.cell, self.shape, self.strides, self.offset = cell, shape, strides, offset
 
 
-def merged(shape: Sequence[int], strides: Sequence[int] | None, offset: int = 0) -> Access:
-    """An access with its loops joined where they run on."""
+@lru_cache(maxsize=1024)  # blocks are alike: a program has few
+def merged(shape: Shape, strides: Shape | None, offset: int = 0, laid: Shape | None = None) -> Access:
+    """An access with its loops joined where they run on; the loops go through memory that is `laid` out so."""
     if strides is None:
         return None
+    if laid is not None:
+        dims = sorted(range(len(shape)), key=lambda dim: -laid[dim])
+        shape, strides = tuple([shape[dim] for dim in dims]), tuple([strides[dim] for dim in dims])
     sizes: list[int] = []
     steps: list[int] = []
     for size, step in zip(shape, strides, strict=True):
@@ -130,7 +135,7 @@ def through(view: View, read: Read) -> Read:
     """What a view of a cell reads of a buffer that the cell reads."""
     source, strides, start = read
     base_shape, base = view.cell.shape, view.cell.strides
-    if strides is None or (view.shape == base_shape and view.strides == base and not view.offset):
+    if strides is None:
         return read
     dims = sorted([(base[d], base_shape[d], strides[d]) for d in range(len(base)) if base_shape[d] > 1], reverse=True)
     result: list[int] = []
