@@ -7,7 +7,7 @@ or it has become too long (torch/_inductor/graph.py `run_node`, ir.py `StorageBo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from oomph.step.compile.graph import How, Value
 from oomph.step.compile.tasks import Cell, Read, Source, Task, View, broadcast, merged, placed, through
@@ -19,6 +19,7 @@ _READS = 8  # realize_acc_reads_threshold
 _OPERATIONS = 30  # realize_opcount_threshold
 _UNROLLED = 8  # unroll_reductions_threshold
 _OPERANDS = dict.fromkeys(("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt", "1"), 2) | {"where": 3}
+_COPIES = ("clone", "contiguous", "emb")  # numbers as they are, elsewhere
 _HEAVY = ("exp", "log", "sigmoid", "tanh")  # on a CPU written where several read them
 
 _PADDED_FROM = 1024  # torch._inductor.config.padding_stride_threshold
@@ -124,23 +125,23 @@ class Lowering:
 
     def _pointwise(self, value: Value) -> None:
         cell = Cell(value, value.shape, value.strides)
-        ops = {value.index}
-        if len(value.inputs) < _OPERANDS.get(value.op.partition("_")[0].partition(".")[0], 0):
-            ops.add(-value.index)  # the number that it adds, multiplies or compares with is an operation too
+        ops: dict[Hashable, frozenset[Source]] = {}
         indirect = value.how is How.GATHER or bool(value.facts.get("gathers"))
         places: tuple[int, tuple[int, ...]] | None = value.facts.get("places")
         reads: dict[Read, None] = {}
         for index, operand in enumerate(value.inputs):
             view = self.views[operand]
-            ops |= view.cell.ops
-            for read in self._reads(view):
-                if indirect:
-                    read = (read[0], None, 0)
-                elif places is not None:
-                    read = placed(read, places[0], places[1][index])
-                elif view.shape != value.shape:
-                    read = broadcast(read, view.shape, value.shape)
-                reads[read] = None
+            found = self._reads(view)
+            if indirect:
+                found = [(read[0], None, 0) for read in found]
+            elif places is not None:
+                found = [placed(read, places[0], places[1][index]) for read in found]
+            elif view.shape != value.shape:
+                found = [broadcast(read, view.shape, value.shape) for read in found]
+            reads |= dict.fromkeys(found)
+            ops |= _shifted(view.cell, found, (view.offset, places[1][index] if places else 0))
+        sources = frozenset([read[0] for read in reads])
+        ops |= dict.fromkeys([(value.index, part) for part in range(_operations(value))], sources)
         cell.reads, cell.ops = list(reads), ops
         self.views[value] = View(cell, value.shape, value.strides)
         if value.how is How.RANDOM:
@@ -198,7 +199,7 @@ class Lowering:
         """A sum of a few numbers is elementwise."""
         cell = Cell(value, value.shape, value.strides)
         cell.reads = list(dict.fromkeys([(source, None, 0) for source, _, _ in self._reads(view)]))
-        cell.ops = view.cell.ops | {value.index}
+        cell.ops = view.cell.ops | {value.index: frozenset([read[0] for read in cell.reads])}
         return View(cell, value.shape, value.strides)
 
     def _kernel(self, value: Value) -> None:
@@ -255,12 +256,12 @@ class Lowering:
                 return
             if (
                 self._is_large(cell)
-                or cell.reads_more_than(_READS_ON_REUSE)
+                or len(cell.reads) > _READS_ON_REUSE
                 or (not self.cuda and self._is_heavy(cell))
             ):
                 self._write(cell)
                 return
-        if (cell.reads_more_than(_READS) or self._is_large(cell)) and self._nontrivial(cell) > 1:
+        if (len(cell.reads) > _READS or self._is_large(cell)) and self._nontrivial(cell) > 1:
             self._write(cell)
 
     def _nontrivial(self, cell: Cell) -> int:
@@ -281,7 +282,7 @@ class Lowering:
             for source, strides, start in cell.reads:
                 task.read(source, merged(cell.shape, strides, start, cell.strides))
             cell.source = self._result(task, cell.value).cell.source
-            cell.reads, cell.ops = [], frozenset()
+            cell.reads, cell.ops = [], {}
         assert cell.source is not None
         return cell.source
 
@@ -302,6 +303,24 @@ class Lowering:
         cell.source = self._source(task, value, size, value.kind)
         task.writes.append((cell.source, merged(value.shape, value.strides, laid=value.strides)))
         return View(cell, value.shape, value.strides)
+
+
+def _operations(value: Value) -> int:
+    """How many operations inductor counts in it: a number that it adds or compares with is one too."""
+    count = len(value.inputs)
+    if value.how is How.CAT:  # of each part a place is looked up, compared with its ends, and masked
+        return 5 * count + 1 + max(count - 2, 0)
+    if value.op in _COPIES:
+        return 0
+    return 1 + (count < _OPERANDS.get(value.op.partition("_")[0].partition(".")[0], 0))
+
+
+def _shifted(cell: Cell, reads: Sequence[Read], shift: tuple[int, int]) -> dict[Hashable, frozenset[Source]]:
+    """The operations of a result that is not written, read as here: those on other numbers are others."""
+    if shift == (0, 0) or not cell.ops:
+        return cell.ops
+    moved = {before[0] for before, now in zip(cell.reads, reads, strict=True) if before[2] != now[2]}
+    return {(op, shift) if sources & moved else op: sources for op, sources in cell.ops.items()}
 
 
 def _rows_before(cell: Cell) -> int:

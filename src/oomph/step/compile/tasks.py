@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 from oomph.step.compile.graph import How, Value
@@ -93,11 +93,7 @@ class Cell:
         self.value, self.shape, self.strides = value, shape, strides
         self.source: Source | None = None
         self.reads: list[Read] = []
-        self.ops: Set[int] = frozenset()
-
-    def reads_more_than(self, count: int) -> bool:
-        """Whether it reads more buffers than that."""
-        return len(self.reads) > count and len({source for source, _, _ in self.reads}) > count
+        self.ops: dict[Hashable, frozenset[Source]] = {}  # if it is not written: each operation, and what it reads
 
 
 class View:

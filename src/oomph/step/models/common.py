@@ -96,7 +96,7 @@ def _given(run: Callable[[Tensor], Tensor], _given: Sequence[Tensor], hidden_sta
 def positions(tape: Tape, tokens: int) -> Tensor:
     """position_ids, of one row."""
     numbers = tape.made("positions", (tokens,), "int64", kind=Kind.INPUTS)
-    shifted = tape.made("positions", (tokens,), "int64", (numbers,), kind=Kind.INPUTS)
+    shifted = tape.made("add_positions", (tokens,), "int64", (numbers,), kind=Kind.INPUTS)
     return reshape(shifted, 1, tokens)
 
 
@@ -189,7 +189,7 @@ def rotary_embedding(m: Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor
     c, tape, tokens = m.config, m.tape, position_ids.shape[1]
     half = -(-int(head_dim(c) * (c.partial_rotary_factor or 1.0)) // 2)
     numbers = tape.made("positions", (1, tokens, 1), "float32", (position_ids,))
-    freqs = tape.made("freqs", (1, tokens, half), "float32", (numbers,))
+    freqs = tape.made("freqs", (1, tokens, half), "float32", (numbers, tape.buffer("inv_freq", (half,), "float32")))
     del numbers
     emb = tape.made("emb", (1, tokens, 2 * half), "float32", (freqs, freqs))
     cos = _scaled(tape.made("cos", emb.shape, "float32", (emb,)))
