@@ -210,11 +210,24 @@ class Lowering:
 
     def _extern(self, value: Value) -> Task:
         """A kernel from outside reads whole buffers."""
-        operands = [(self._write(self.views[each].cell), self.views[each]) for each in value.inputs]
+        sources = [self._operand(each, value) for each in value.inputs]
         task = self._task(value, 0, 1, is_extern=True)
-        for source, _ in operands:
+        for source in sources:
             task.read(source, None)
         return task
+
+    def _operand(self, operand: Value, kernel: Value) -> Source:
+        """Its buffer. What is not written by then is written for this kernel alone if that is attention.
+
+        Forward takes a mask that is repeated for every sequence once, backward whole (lowering.py `sdpa_constraint`).
+        """
+        view = self.views[operand]
+        if view.cell.source is not None or not kernel.op.startswith("attention"):
+            return self._write(view.cell)
+        whole = kernel.op == "attention_backward" and 0 in operand.strides
+        copy = Cell(operand, operand.shape, operand.strides) if whole else _fresh(view.cell)
+        copy.reads = self._reads(view) if whole else list(view.cell.reads)
+        return self._write(copy)
 
     def _scatter(self, value: Value) -> None:
         """Zeros are written, then the rows are added in place."""

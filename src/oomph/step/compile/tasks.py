@@ -72,7 +72,7 @@ class Task:
     @property
     def is_constant(self) -> bool:
         """Whether it computes its results from nothing (ir.py `ComputedBuffer.make_loader` computes them again)."""
-        return not self.reads and not self.is_extern and self.value.how is not How.RANDOM
+        return not self.reads and not self.is_extern and self.value.how not in (How.RANDOM, How.REDUCTION)
 
     def read(self, source: Source, access: Access) -> None:
         if source not in self.reads:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from oomph.config.schema import NEWEST_TRANSFORMERS, release
-from oomph.step.ops import Kind
+from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.attention import FLASH_HEAD_SIZE, attend, repeat_heads, softmax
 from oomph.step.tensor.casts import to
 from oomph.step.tensor.checkpoint import checkpoint
@@ -109,7 +109,8 @@ def causal_mask(
     they are of several sequences in a row.
     """
     if packed and tape.compiles:  # transformers decides nothing by what a tensor holds while it is traced
-        flags = tape.made("window" if sliding else "mask", (batch, 1, tokens, tokens), "bool", kind=Kind.ATTENTION)
+        reads = () if c.use_cache else _packed_sequences(tape, batch, tokens)
+        flags = tape.made("window" if sliding else "mask", (batch, 1, tokens, tokens), "bool", reads, Kind.ATTENTION)
         return pointwise("where", flags, dtype=dtype) if c.attn_logit_softcapping else flags
     if c.padding:
         return _padding_mask(c, tape, batch, tokens, dtype, sliding)
@@ -162,6 +163,13 @@ def _padding_mask(c: Any, tape: Tape, batch: int, tokens: int, dtype: str, slidi
     mask = made((batch, 1, tokens, tokens))
     del padding_mask, mine
     return pointwise("where", mask, dtype=dtype) if c.attn_logit_softcapping else mask
+
+
+def _packed_sequences(tape: Tape, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """find_packed_sequence_indices, traced: the number of each token's sequence, for every query and for every key."""
+    steps = tape.made("packed", (batch, tokens), "int64", kind=Kind.INPUTS)
+    found = tape.made("cumsum", (batch, tokens), "int64", (steps,), Kind.INPUTS, kernel=Kernel.REDUCTION)
+    return unsqueeze(unsqueeze(found, 1), 3), unsqueeze(unsqueeze(found, 1), 1)
 
 
 def _look_for_packed_sequences(tape: Tape, batch: int, tokens: int) -> None:
