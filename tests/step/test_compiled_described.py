@@ -26,8 +26,7 @@ from oomph.step.trace.compiled import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 
-WORST = 0.025  # seen: 2.0 and 2.2 %, in pure bfloat16 with checkpointed blocks; why is not known
-CHECKPOINTED = 0.04  # of nanochat's blocks, seen: 3.6 and 2.3 %, where inductor's orders are a close race
+WORST = 0.015  # seen: 1.1 %, a Qwen3 in float32
 PRECISIONS = {
     "autocast": {"dtype": "bfloat16", "autocast": True},
     "float32": {"dtype": "float32", "autocast": True},
@@ -184,11 +183,8 @@ def _micro_steps(step: Step) -> Step:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("start", range(0, 24, 6))
 def test_compiled_nanochats_are_as_inductor_plans_them(start: int) -> None:
-    configs = {seed: nanochat_drawn(seed) for seed in range(start, start + 6)}
-    errors = {seed: nanochat_error(config) for seed, config in configs.items()}
-    for seed, config in configs.items():
-        assert abs(errors[seed]) <= (CHECKPOINTED if config.checkpoint_layers else 0.005), errors
-    assert median(map(abs, errors.values())) <= 0.005, errors
+    errors = {seed: nanochat_error(nanochat_drawn(seed)) for seed in range(start, start + 6)}
+    assert max(map(abs, errors.values())) <= 0.005, errors
 
 
 def test_a_compiled_nanochat_is_as_inductor_plans_it() -> None:
