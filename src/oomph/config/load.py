@@ -13,7 +13,7 @@ import msgspec
 from oomph.config import files, hugging_face, nanochat
 from oomph.config.documents import read_mapping
 from oomph.config.expression import parse_text
-from oomph.config.layer import Layer, Scope, SourcedValue, UnknownValue, unknown_keys
+from oomph.config.layer import UNSET, Layer, Scope, SourcedValue, UnknownValue, unknown_keys
 from oomph.config.schema import GPT2_BLOCK, GPT2_SHAPES, GPT2_VOCABULARY, MANY, TRANSFORMERS, TrainConfig, keys
 from oomph.config.values import check
 from oomph.errors import InputError, Problem
@@ -182,8 +182,8 @@ class _Gathering:
             if isinstance(said.value, UnknownValue) and said.value.needs_running and not keys()[name].needed:
                 self.notes.append(f"{said.where}: {name} is skipped: {said.value.reason}")
             else:
-                unsaid = said.value is None and keys()[name].optional
-                self.values[name] = SourcedValue(None, "default", firm=False) if unsaid else said
+                unset = said.value in (None, UNSET) and keys()[name].optional
+                self.values[name] = SourcedValue(None, f"default: unset in {said.where}", firm=False) if unset else said
 
     def finish(self) -> LoadedConfig:
         if self.program is not None and self.values["trainer"].where == "default":
@@ -205,7 +205,7 @@ class _Gathering:
         """What the program has where nothing is said and nanoGPT has something else."""
         program = str(self.values["trainer"].value)
         found = [(key, value, PROGRAM_SOURCES[program]) for key, value in PROGRAM_DEFAULTS.get(program, {}).items()]
-        if program in TRANSFORMERS and self.program is None:  # no config.json says what the model is
+        if program in TRANSFORMERS:
             family = self.values["model_type"].value
             own = hugging_face.class_defaults(family)
             found += [(key, value, f"default of transformers' {family}") for key, value in own.items()]
