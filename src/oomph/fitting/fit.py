@@ -30,6 +30,7 @@ from oomph.fitting.space import (
     different_rows,
     ladders,
     nearly_rows,
+    of_width,
     programs,
     resized,
     same_rows,
@@ -313,7 +314,8 @@ def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[s
             "the deepest that fits", program.key, changes_between(base, shallow.config), "different", effect
         )
     tell(f"models narrower than {base.n_embd}")
-    heads, narrow = _largest((base.n_embd - 1) // HEAD_SIZE, _wide, program, searcher)
+    top = (base.n_embd - 1) // HEAD_SIZE
+    heads, narrow = _largest(top, lambda n: of_width(base, n * HEAD_SIZE), program, searcher)
     if narrow is not None:
         effect = f"a smaller model: width {heads * HEAD_SIZE} of {base.n_embd}"
         yield SearchRow("the widest that fits", program.key, changes_between(base, narrow.config), "different", effect)
@@ -347,7 +349,3 @@ def _largest(
     guess = bisect_left(numbers, True, key=lambda number: not seems_to_fit(number))
     number = boundary(numbers, guess, lambda number: fastest(number) is not None)
     return number, fastest(number) if number else None
-
-
-def _wide(heads: int) -> dict[str, KeyValue]:
-    return {"n_embd": heads * HEAD_SIZE, "n_head": heads}

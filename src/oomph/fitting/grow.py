@@ -29,6 +29,7 @@ from oomph.fitting.space import (
     asked_of,
     batches,
     changes_between,
+    of_width,
     programs,
     with_changes,
 )
@@ -50,23 +51,15 @@ NEARLY_ORDERED = 3  # sizes of a ladder are in order of their cost only nearly: 
 
 
 class DepthAndWidth(msgspec.Struct, frozen=True, order=True):
-    """Depth and width, with heads of 64."""
+    """Depth and width."""
 
     n_layer: int
     n_embd: int
 
     @property
-    def n_head(self) -> int:
-        return self.n_embd // HEAD_SIZE
-
-    @property
     def block_parameters(self) -> int:
         """Parameters without the embeddings."""
         return 12 * self.n_layer * self.n_embd**2
-
-    def changes(self) -> dict[str, int]:
-        """As config keys."""
-        return {"n_layer": self.n_layer, "n_head": self.n_head, "n_embd": self.n_embd}
 
 
 def usual_depth(width: int) -> int:
@@ -183,7 +176,7 @@ class Sizer:
 
     def config(self, shape: DepthAndWidth) -> LoadedConfig:
         """The run with a model of that shape, and the schedule that suits it where the run is ours to propose."""
-        changes: dict[str, KeyValue] = dict(shape.changes())
+        changes = {"n_layer": shape.n_layer, **of_width(self.loaded.config, shape.n_embd)}
         checkpointed = self.loaded.config.checkpoint_layers
         if checkpointed:
             changes["checkpoint_layers"] = min(checkpointed, shape.n_layer)

@@ -292,7 +292,7 @@ def different_rows(program: TrainingProgram) -> Iterator[SearchRow]:
     narrower = config.n_embd * 2 // 3 // HEAD_SIZE * HEAD_SIZE
     if 0 < narrower < config.n_embd:
         effect = "a smaller model: it learns less"
-        yield SearchRow("narrower", key, {"n_embd": narrower, "n_head": narrower // HEAD_SIZE}, "different", effect)
+        yield SearchRow("narrower", key, of_width(config, narrower), "different", effect)
     if config.block_size >= 2:
         block = config.block_size // 2
         effect = f"sees {block} tokens back, and {_tokens(block, config.block_size)} in as many steps"
@@ -309,4 +309,18 @@ def shallower(config: TrainConfig, layers: int) -> dict[str, KeyValue]:
     changes: dict[str, KeyValue] = {"n_layer": layers}
     if config.checkpoint_layers > layers:
         changes["checkpoint_layers"] = layers
+    return changes
+
+
+def of_width(config: TrainConfig, width: int) -> dict[str, KeyValue]:
+    """The change to another width, with heads of `HEAD_SIZE`; or, of a model whose heads have a size of their own, with
+    as many to the width as it has. What is set for keys and values stays in proportion."""
+    own_size = config.head_dim is not None and config.head_dim * config.n_head != config.n_embd
+    heads = max(1, round(width * config.n_head / config.n_embd)) if own_size else width // HEAD_SIZE
+    changes: dict[str, KeyValue] = {"n_embd": width, "n_head": heads}
+    if config.head_dim is not None and not own_size:
+        changes["head_dim"] = HEAD_SIZE
+    if config.num_key_value_heads is not None:
+        most = heads * config.num_key_value_heads // config.n_head
+        changes["num_key_value_heads"] = next(size for size in divisors(heads) if size <= max(1, most))
     return changes
