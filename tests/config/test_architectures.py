@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oomph.config import hugging_face
-from oomph.config.load import Pasted, from_dict, load
+from oomph.config.load import Pasted, as_loaded, from_dict, load
 from oomph.config.schema import MODEL_TYPES, TrainConfig
 from oomph.config.settle import settle
 from oomph.devices import find
@@ -203,3 +203,10 @@ def test_a_config_json_without_model_type_is_told_what_it_lacks() -> None:
         (problem,) = caught.value.problems
         assert "model_type" in problem.what
         assert problem.nearest == near
+
+
+def test_a_settled_config_is_planned_as_it_is() -> None:
+    keys = {"trainer": "hf", "model_type": "mistral", "n_layer": 12, "sliding_window": None, "batch_size": 12}
+    once = settle(from_dict(keys), find("4070")).config
+    assert (once.n_layer, once.sliding_window, once.batch_size) == (12, None, 12)
+    assert settle(as_loaded(once), find("4070")).config == once

@@ -38,6 +38,7 @@ PROGRAM_SOURCES = {
     "nanochat": "default of nanochat's base_train",
 }
 MAX_PROBLEMS = 100  # more than anybody fixes at once
+SETTLED = ("dtype", "return_logits", "loss_chunk", "use_cache", "optimizer_loop")  # what `settle` always fills in
 Override = tuple[str, str, str]  # key, value as written, where: ("batch_size", "8", "--batch_size=8")
 
 
@@ -100,13 +101,17 @@ def from_dict(values: Mapping[str, Any], where: str = "given") -> LoadedConfig:
 
 
 def as_loaded(config: LoadedConfig | TrainConfig | Mapping[str, Any] | ConfigSource | None) -> LoadedConfig:
-    """Any config the Python API takes, as a `LoadedConfig`. For a `TrainConfig` no dataset is looked for."""
+    """Any config the Python API takes, as a `LoadedConfig`. For a `TrainConfig` no dataset is looked for; one that is
+    settled, such as a plan's, is left as it is."""
     if isinstance(config, LoadedConfig):
         return config
     if isinstance(config, TrainConfig):
         given = {key.name: getattr(config, key.name) for key in keys().values()}
         gathering = _Gathering(look_at_data=False)
         changed = {name: SourcedValue(v, "given") for name, v in given.items() if v != keys()[name].default}
+        if None not in (given[name] for name in SETTLED):
+            kept = {name: SourcedValue(v, "default: settled", firm=False) for name, v in given.items()}
+            changed = kept | changed
         gathering.add(Layer(values=changed))
         return gathering.finish()
     if config is None:
