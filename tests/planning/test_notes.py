@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oomph
 from oomph.config.schema import TrainConfig
 from oomph.devices import Device, all_devices, find
 from oomph.planning.notes import warnings
@@ -91,3 +92,17 @@ def test_every_warning_is_a_sentence_and_its_vocabulary_is_aligned(
 ) -> None:
     for text in warnings(config(n_head=n_head, n_embd=n_embd, vocab_size=vocab_size, dtype=dtype), device):
         assert text[0].isalnum() and text.endswith(".") and "None" not in text
+
+
+def test_heads_with_a_size_of_their_own_are_judged_by_it() -> None:
+    shape = {"model_type": "gemma3_text", "trainer": "hf", "n_embd": 1152, "n_head": 5}
+    assert warnings(config(**shape, head_dim=256), find("4070")) == []
+    [said] = warnings(config(**shape, head_dim=36), find("4070"))
+    assert "head_dim=36" in said
+
+
+def test_an_old_transformers_is_not_said_to_run_as_the_earliest_described() -> None:
+    notes = oomph.plan({"trainer": "hf", "n_layer": 1, "transformers_version": "4.40"}, "RTX 4070").notes
+    assert [note for note in notes if "4.40" in note and "4.48" in note and "not described" in note]
+    later = oomph.plan({"trainer": "hf", "n_layer": 1, "transformers_version": "4.48"}, "RTX 4070").notes
+    assert not [note for note in later if "4.48" in note]

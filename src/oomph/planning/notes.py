@@ -50,7 +50,7 @@ def _assumptions(loaded: LoadedConfig, device: Device) -> list[str]:
     if config.trainer in TRANSFORMERS and release(config.transformers_version) < EARLIEST_TRANSFORMERS:
         earliest = ".".join(map(str, EARLIEST_TRANSFORMERS))
         found.append(
-            f"transformers {config.transformers_version} is older than what is described: planned as {earliest} runs"
+            f"transformers {config.transformers_version}: what changed in its models before {earliest} is not described"
         )
     if config.eval_only:
         found.append("eval_only is set: memory and hours are those of the one evaluation that runs")
@@ -187,15 +187,17 @@ def _old_cards(config: TrainConfig, device: Device) -> list[str]:
 
 def _shapes(config: TrainConfig) -> list[str]:
     said = []
-    head_size, rest = divmod(config.n_embd, config.n_head)
-    if rest == 0 and head_size % TENSOR_CORE_STEP:
-        said.append(_uneven_heads(config.n_embd, config.n_head, head_size))
-    elif rest == 0 and config.n_embd % TILE and config.n_embd >= SMALL_WIDTH:
+    head_size = config.head_dim or config.n_embd // config.n_head
+    follows = head_size * config.n_head == config.n_embd  # else the config gives heads a size of their own
+    if head_size % TENSOR_CORE_STEP:
+        said.append(_uneven_heads(config, head_size, follows))
+    elif config.n_embd % TILE and config.n_embd >= SMALL_WIDTH:
+        heads = f", with heads of {TILE}" if follows else ""
         said.append(
             f"n_embd={config.n_embd} is not a multiple of {TILE}, so matrix products waste part of a tile; near it: "
-            f"{_either(*_multiples(config.n_embd, TILE))}, with heads of {TILE}."
+            f"{_either(*_multiples(config.n_embd, TILE))}{heads}."
         )
-    if rest == 0 and head_size > FLASH_HEAD_SIZE and config.attention == "flash":
+    if head_size > FLASH_HEAD_SIZE and config.attention == "flash":
         said.append(
             f"Flash attention takes heads of at most {FLASH_HEAD_SIZE}, and these have {head_size}: PyTorch falls back "
             "to a slower kernel; use more heads."
@@ -209,16 +211,19 @@ def _shapes(config: TrainConfig) -> list[str]:
     return said
 
 
-def _uneven_heads(n_embd: int, n_head: int, head_size: int) -> str:
+def _uneven_heads(config: TrainConfig, head_size: int, follows: bool) -> str:
+    n_embd, n_head = config.n_embd, config.n_head
     padded = -(-head_size // TENSOR_CORE_STEP) * TENSOR_CORE_STEP
+    slow = f"attention pads each to {padded} and its products miss the fast tensor-core path"
+    if not follows:
+        return f"heads of head_dim={head_size} are not a multiple of {TENSOR_CORE_STEP}: {slow}; near it: {padded}."
     widths = _either(*_multiples(n_embd, TENSOR_CORE_STEP * n_head))
     heads = [count for count in range(1, n_embd // TENSOR_CORE_STEP + 1) if n_embd % (count * TENSOR_CORE_STEP) == 0]
     fitting = [count for count in heads if 32 <= n_embd // count <= 128]
     other = f", or n_head={min(fitting, key=lambda count: abs(count - n_head))}" if fitting else ""
     return (
         f"n_embd={n_embd} with n_head={n_head} gives heads of {head_size}, not a multiple of {TENSOR_CORE_STEP}: "
-        f"attention pads each to {padded} and its products miss the fast tensor-core path; "
-        f"near it: n_embd={widths}{other}."
+        f"{slow}; near it: n_embd={widths}{other}."
     )
 
 
