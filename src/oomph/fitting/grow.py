@@ -35,6 +35,7 @@ from oomph.fitting.space import (
 )
 from oomph.planning.plan import Plan, tokens_per_step
 from oomph.step.parameters import count_nanogpt
+from oomph.units import counted
 
 TOKENS_PER_PARAMETER = 20.0  # Chinchilla
 GOOD_PASSES = 4.0  # Muennighoff et al.
@@ -280,7 +281,7 @@ def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[DepthAndWidth, Plan] |
     config = sizer.loaded.config
     plain = Sizer(sizer.loaded, sizer.searcher, sizer.limits, sizer.proposing, sizer.tell, as_asked=True)
     batch = f"{config.batch_size} × {config.gradient_accumulation_steps}"
-    layers = f"{config.n_layer} layer{'s' * (config.n_layer != 1)}"
+    layers = counted(config.n_layer, "layer")
     widths = [DepthAndWidth(config.n_layer, width) for width in range(HEAD_SIZE, WIDEST, HEAD_SIZE)]
     width = max(HEAD_SIZE, config.n_embd // HEAD_SIZE * HEAD_SIZE)
     depths = [DepthAndWidth(layers, width) for layers in range(1, 1025)]

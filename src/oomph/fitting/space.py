@@ -15,6 +15,7 @@ from oomph.config.settle import follows
 from oomph.devices import Device
 from oomph.fitting.estimate import period_of
 from oomph.fitting.result import Fidelity, KeyValue
+from oomph.units import counted
 
 # Tokens; 0, all at once, is tried too. By the clock, over 1,600 drawn models, cards and amounts of room, the fastest
 # setting with these is 0.07 % slower in the mean than with 256, 16384 and 32768 beside them, and 1 % in the worst
@@ -282,20 +283,19 @@ def different_rows(program: TrainingProgram) -> Iterator[SearchRow]:
         size = config.batch_size // 2
         name = "half the batch" if 2 * size == config.batch_size else "a smaller batch"
         sequences = size * config.gradient_accumulation_steps
-        effect = (
-            f"noisier gradients ({sequences} sequences a step) and {_tokens(size, config.batch_size)} in as many steps"
-        )
+        fewer = f"{_tokens(size, config.batch_size)} in as many steps"
+        effect = f"noisier gradients ({counted(sequences, 'sequence')} a step) and {fewer}"
         yield SearchRow(name, key, {"batch_size": size}, "different", effect)
-    fewer = config.n_layer * 3 // 4
-    if 0 < fewer < config.n_layer:
-        yield SearchRow("fewer layers", key, shallower(config, fewer), "different", "a smaller model: it learns less")
+    layers = config.n_layer * 3 // 4
+    if 0 < layers < config.n_layer:
+        yield SearchRow("fewer layers", key, shallower(config, layers), "different", "a smaller model: it learns less")
     narrower = config.n_embd * 2 // 3 // HEAD_SIZE * HEAD_SIZE
     if 0 < narrower < config.n_embd:
         effect = "a smaller model: it learns less"
         yield SearchRow("narrower", key, of_width(config, narrower), "different", effect)
     if config.block_size >= 2:
         block = config.block_size // 2
-        effect = f"sees {block} tokens back, and {_tokens(block, config.block_size)} in as many steps"
+        effect = f"sees {counted(block, 'token')} back, and {_tokens(block, config.block_size)} in as many steps"
         yield SearchRow("half the context", key, {"block_size": block}, "different", effect)
 
 
