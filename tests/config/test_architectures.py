@@ -210,3 +210,12 @@ def test_a_settled_config_is_planned_as_it_is() -> None:
     once = settle(from_dict(keys), find("4070")).config
     assert (once.n_layer, once.sliding_window, once.batch_size) == (12, None, 12)
     assert settle(as_loaded(once), find("4070")).config == once
+
+
+@pytest.mark.parametrize("trainer", ["hf", "torch"])
+def test_on_several_devices_transformers_programs_take_one_micro_step_each(trainer: str) -> None:
+    keys = {"trainer": trainer, "world_size": 3}
+    assert from_dict(keys).config.gradient_accumulation_steps == 3
+    assert from_dict(keys | {"gradient_accumulation_steps": 6}).config.gradient_accumulation_steps == 6
+    with pytest.raises(InputError):
+        from_dict(keys | {"gradient_accumulation_steps": 4})

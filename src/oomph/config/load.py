@@ -211,6 +211,9 @@ class _Gathering:
         program = str(self.values["trainer"].value)
         found = [(key, value, PROGRAM_SOURCES[program]) for key, value in PROGRAM_DEFAULTS.get(program, {}).items()]
         if program in TRANSFORMERS:
+            world = self.values["world_size"].value  # these count a device's own micro-steps, one unless told
+            each = ("gradient_accumulation_steps", world, f"{PROGRAM_SOURCES[program]}: one a device")
+            found = [each, *found] if isinstance(world, int) else found
             family = self.values["model_type"].value
             own = hugging_face.class_defaults(family)
             found += [(key, value, f"default of transformers' {family}") for key, value in own.items()]

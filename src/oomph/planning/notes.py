@@ -9,7 +9,7 @@ from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, release
 from oomph.config.settle import FLASH_CAPABILITY, FLASH_HEAD_SIZE
 from oomph.devices import Device
 from oomph.errors import Problem
-from oomph.units import MIB
+from oomph.units import MIB, counted
 
 if TYPE_CHECKING:
     from oomph.step.trace.cache import TracedModel
@@ -56,6 +56,9 @@ def _assumptions(loaded: LoadedConfig, device: Device) -> list[str]:
         found.append("eval_only is set: memory and hours are those of the one evaluation that runs")
     if config.world_size > 1:
         found.append("Memory is one device's. The time devices spend exchanging gradients is not in the step time")
+        if config.trainer in TRANSFORMERS:
+            own = counted(config.gradient_accumulation_steps // config.world_size, "micro-step")
+            found.append(f"gradient_accumulation_steps counts those of all devices: {own} each, as the program counts")
     if loaded.said("dataset") and not loaded.said("vocab_size") and config.dataset_tokens is None:
         found.append(
             f"No data/{config.dataset} was found here: a vocabulary of {config.vocab_size:,} is assumed "
