@@ -269,8 +269,7 @@ def micro_step(config: TrainConfig, cuda: bool, threads: int) -> MicroStep:
     sections, grads, cache = [found.ops], found.grads, found.cache
     try:
         for gap in gaps:
-            _, cache = deepened(sections, cache, gap)
-            sections, grads = deepened(sections, grads, gap)
+            sections, (grads, cache) = deepened(sections, (grads, cache), gap)
     except UnlikeBlocksError:
         return _with_previous_cache(_interpreted(config, cuda, threads, range(config.n_layer)))
     return _with_previous_cache(MicroStep(sections[0], found.before, found.after, grads, cache=cache))
@@ -311,7 +310,7 @@ def evaluation(config: TrainConfig, cuda: bool, threads: int) -> tuple[tuple[Op,
     batches: Sequence[tuple[Op, ...]] = _loop(config, cuda, threads, layers).evaluate()
     try:
         for gap in gaps:
-            batches, _ = deepened(batches, {}, gap)
+            batches, _ = deepened(batches, (), gap)
     except UnlikeBlocksError:
         return _loop(config, cuda, threads, range(config.n_layer)).evaluate()
     return tuple(batches)
