@@ -260,3 +260,14 @@ def test_the_largest_is_called_the_largest_only_of_its_proportions() -> None:
     most = max(found.options, key=lambda option: option.plan.model.params_nanogpt)
     assert most is found.chosen or any("more parameters, in other proportions" in sentence for sentence in found.why)
     assert "1 layers" not in to_markdown(document(found))
+
+
+def test_the_largest_model_of_transformers_may_have_its_blocks_checkpointed() -> None:
+    keys = {"trainer": "hf", "model_type": "llama", "n_layer": 4, "n_embd": 512, "n_head": 8, "num_key_value_heads": 4,
+            "vocab_size": 1024, "block_size": 512, "intermediate_size": 2048, "batch_size": 64}  # fmt: skip
+    found = fit(keys, devices.custom(None, mib=2000, tflops=50, gbs=500, watts=None), largest=True)
+    configs = [option.plan.config for option in found.options]
+    assert any(config.checkpoint_layers == config.n_layer for config in configs)
+    for config in configs:
+        assert config.checkpoint_layers in (0, config.n_layer)
+        assert config.n_head % (config.num_key_value_heads or 1) == 0

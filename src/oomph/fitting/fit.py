@@ -35,6 +35,7 @@ from oomph.fitting.space import (
     resized,
     same_rows,
     shallower,
+    together,
     variant,
     with_changes,
 )
@@ -130,9 +131,14 @@ class _Fitting:
         for row in same_rows(self.programs, self.asked):
             self.add(row)
         fastest = {key: self.search(program) for key, program in self.programs.items()}
-        for row in nearly_rows(self.programs, self.asked, self.searcher.device.has_bf16):
+        nearly = list(nearly_rows(self.programs, self.asked, self.searcher.device.has_bf16))
+        for row in nearly:
             self.add(row)
             self.search_nearly(row)
+        both = together(nearly)
+        if both is not None and not any(option.fits for option in self.found.values()):
+            self.add(both)
+            self.search_nearly(both)
         for row in different_rows(self.programs[self.asked]):
             self.add(row)
         if not any(fastest.values()):

@@ -261,11 +261,11 @@ def _alone(config: TrainConfig) -> Ladder:
 
 
 def _settings(program: TrainingProgram, given: Container[str]) -> Iterator[Ladder]:
-    """Every micro-batch, compiled and not, each kind of segments; for oomph also all blocks checkpointed. Keys that
-    are given stay as they are."""
+    """Every micro-batch, compiled and not, each kind of segments; also all blocks checkpointed, where the program can.
+    Keys that are given stay as they are."""
     base = program.settled
     counts = {base.checkpoint_layers}
-    if base.trainer == "oomph" and "checkpoint_layers" not in given:
+    if base.n_layer in program.checkpoint_layers and "checkpoint_layers" not in given:
         counts.add(base.n_layer)
     fixed = "batch_size" in given or "gradient_accumulation_steps" in given  # the sequences to a step are, already
     sizes = [(base.batch_size, base.gradient_accumulation_steps)] if fixed else batches(base)
@@ -273,7 +273,8 @@ def _settings(program: TrainingProgram, given: Container[str]) -> Iterator[Ladde
     compiling = (base.compile,) if "compile" in given else program.compile
     for (size, micro_steps), compiled in product(sizes, compiling):
         batch = {"batch_size": size, "gradient_accumulation_steps": micro_steps}
-        yield Ladder(msgspec.structs.replace(base, **batch, compile=compiled), tuple(sorted(counts)), segments)
+        lowest = msgspec.structs.replace(base, **batch, compile=compiled)
+        yield Ladder(lowest, tuple(sorted(counts)), segments, program.loaded.said("use_cache"))
 
 
 def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[DepthAndWidth, Plan] | None]]:

@@ -71,7 +71,9 @@ def document(fit: Fit) -> doc.Document:
     weighed = f"{fit.evaluated:,} settings weighed; every one shown is simulated in full on this card."
     parts.append(doc.Text(weighed, shown="detail"))
     hidden = len(fit.options) - len(_first(fit))
-    more = f"{hidden} more options, why, and what each changes" if hidden else "why, and what there is to know"
+    more = (
+        f"{counted(hidden, 'more option')}, why, and what each changes" if hidden else "why, and what there is to know"
+    )
     return doc.Document(tuple(parts), more)
 
 
