@@ -106,3 +106,27 @@ def test_an_old_transformers_is_not_said_to_run_as_the_earliest_described() -> N
     assert [note for note in notes if "4.40" in note and "4.48" in note and "not described" in note]
     later = oomph.plan({"trainer": "hf", "n_layer": 1, "transformers_version": "4.48"}, "RTX 4070").notes
     assert not [note for note in later if "4.48" in note]
+
+
+@pytest.mark.parametrize(
+    ("source", "keys", "idle"),
+    [
+        ("gpt2", {"num_key_value_heads": "4", "sliding_window": "128", "hidden_act": "relu", "dropout": "0.1"},
+         ["num_key_value_heads", "hidden_act", "sliding_window"]),
+        ("gpt2", {"trainer": "hf", "loss_chunk": "512", "dropout": "0.2", "bias": "False"}, ["bias", "loss_chunk"]),
+        ("gpt2", {"trainer": "hf", "return_logits": "True"}, ["return_logits"]),
+        ("nanochat-d4", {"autocast": "False", "dropout": "0.1", "tie_weights": "True", "optimizer": "sgd"},
+         ["dropout", "tie_weights", "autocast", "optimizer"]),
+        ("nanochat-d4", {"loss_chunk": "512", "window_pattern": "L"}, ["loss_chunk"]),
+        ("mistralai/Mixtral-8x7B-v0.1", {"n_layer": "1"}, []),
+        ("facebook/opt-125m", {"intermediate_size": "1024", "sliding_window": "64"}, ["sliding_window"]),
+        ("gpt2", {}, []),
+    ],
+)  # fmt: skip
+def test_keys_that_neither_program_nor_architecture_looks_at_are_named(
+    source: str, keys: dict[str, str], idle: list[str]
+) -> None:
+    given = {"n_layer": "1", "compile": "False"} | keys if source != "nanochat-d4" else keys
+    loaded = oomph.load_config([source], [(key, value, f"--{key}={value}") for key, value in given.items()])
+    notes = [note for note in oomph.plan(loaded, "A100 80GB").notes if note.startswith("Given, but changes nothing")]
+    assert [note.rpartition(": ")[2].split(", ") for note in notes] == ([idle] if idle else [])

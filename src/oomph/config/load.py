@@ -34,7 +34,7 @@ PROGRAM_DEFAULTS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 PROGRAM_SOURCES = {
     "hf": "default of transformers' Trainer, or assumed",
-    "torch": "usual in a plain PyTorch loop, or assumed",
+    "torch": "default of a plain PyTorch loop, or assumed",
     "nanochat": "default of nanochat's base_train",
 }
 MAX_PROBLEMS = 100  # more than anybody fixes at once

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
-from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, release
-from oomph.config.settle import FLASH_CAPABILITY, FLASH_HEAD_SIZE
+from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, keys, release
+from oomph.config.settle import FLASH_CAPABILITY, FLASH_HEAD_SIZE, follows
 from oomph.devices import Device
 from oomph.errors import Problem
+from oomph.step.build import keys_read
 from oomph.units import MIB, counted
 
 if TYPE_CHECKING:
@@ -19,6 +23,8 @@ TILE = 64  # widths and vocabularies that are multiples of it keep products at t
 SMALL_VOCABULARY = 1024  # below it the head takes too small a share of the time to matter
 SMALL_WIDTH = 256  # below it no product fills a card anyway
 
+SHARED = ("dropout", "bias")  # nanoGPT's keys that other architectures may have, or not
+AROUND = ("torch_version", "transformers_version", "dataset_tokens", "seed", "expandable_segments")  # not of a model
 DECIDED_BY_THE_MODEL = (
     "n_layer", "n_head", "n_embd", "vocab_size", "dropout", "bias", "tie_weights", "init_from", "return_logits",
     "loss_chunk", "checkpoint_layers",
@@ -31,7 +37,7 @@ def notes(loaded: LoadedConfig, device: Device, own_model: str | None) -> list[s
     return [
         *warnings(loaded.config, device),
         *_assumptions(loaded, device),
-        *(_not_used(loaded, own_model) if own_model else []),
+        *(_not_used(loaded, own_model) if own_model else _without_effect(loaded, device)),
         *(f"Planned as asked, but it cannot run: {problem}" for problem in cannot_run),
     ]
 
@@ -76,6 +82,30 @@ def _not_used(loaded: LoadedConfig, model: str) -> list[str]:
         if loaded.config.checkpoint_layers:
             found.append("checkpoint_layers: transformers checkpoints all blocks or none, here all")
     return [*found, *([f"Not used, because your own model decides it: {', '.join(unused)}"] if unused else [])]
+
+
+def _without_effect(loaded: LoadedConfig, device: Device) -> list[str]:
+    """Which of the keys that were given neither the program nor the architecture looks at, by themselves or through a
+    key that follows from them."""
+    config = loaded.config
+    own = [key.name for key in keys().values() if (key.whose == "oomph" or key.name in SHARED)]
+    given = [key for key in own if key not in AROUND and loaded.said(key) and not follows(config, key)]
+    if not given:
+        return []
+    read = keys_read(config, device.kind != "cpu")
+    usual = configs.from_dict({"trainer": config.trainer, "model_type": config.model_type}).config
+    decided = {key: None for key, where in loaded.sources.items() if where.startswith("default: ")}
+    idle = []
+    for key in given:
+        if key in read or getattr(config, key) in (None, getattr(usual, key)):
+            continue
+        unset = {name: None for name in decided if keys()[name].optional} | {key: getattr(usual, key)}
+        without = msgspec.structs.replace(loaded, config=msgspec.structs.replace(config, **unset))
+        other = configs.settle(without, device).config
+        if all(getattr(other, name) == getattr(config, name) for name in read):
+            idle.append(key)
+    what = f"trainer = {config.trainer!r} and model_type = {config.model_type!r}"
+    return [f"Given, but changes nothing with {what}: {', '.join(idle)}"] if idle else []
 
 
 def about_own_model(found: TracedModel, config: TrainConfig) -> tuple[str, ...]:
