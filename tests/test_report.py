@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import oomph
+from oomph.planning import peak
 from oomph.planning.plan import without_returned_logits
 from oomph.report.plan import summarise
 from oomph.report.terminal import segments
@@ -91,3 +94,45 @@ def test_the_summary_of_a_measured_step_has_one_pace() -> None:
     summary = summarise([oomph.plan(RUN_D, "RTX 4070", step_ms=9340.0)])
     assert [pace.case for pace in summary.paces] == ["as given"]
     assert summary.paces[0].step == "9.34 s"
+
+
+@pytest.mark.parametrize(
+    ("keys", "fused"),
+    [
+        ({}, True),
+        ({"attention": "math"}, False),
+        ({"trainer": "hf", "model_type": "qwen3", "num_key_value_heads": 8}, True),
+        ({"trainer": "hf", "model_type": "qwen3", "dtype": "float32", "num_key_value_heads": 8}, False),
+        ({"trainer": "hf", "model_type": "gemma2", "num_key_value_heads": 4}, False),
+    ],
+)
+def test_scores_are_said_to_be_left_out_only_where_one_kernel_computes_attention(
+    keys: dict[str, object], fused: bool
+) -> None:
+    small = {"n_layer": 2, "n_embd": 256, "n_head": 16, "vocab_size": 512, "block_size": 64, "compile": False}
+    sentences = peak.sentences(oomph.plan({**small, **keys}, "RTX 4070"))
+    assert any("T × T" in sentence for sentence in sentences) == fused
+
+
+def test_mfu_as_nanogpt_prints_it_is_said_of_nanogpt_alone() -> None:
+    for trainer in ("nanogpt", "oomph", "hf", "torch", "nanochat"):
+        facts = summarise([oomph.plan({"trainer": trainer, "n_layer": 1}, "RTX 4070")]).facts
+        assert any("mfu" in sentence for _, sentence in facts) == (trainer == "nanogpt")
+
+
+def test_tokens_a_parameter_are_never_printed_as_none() -> None:
+    facts = dict(summarise([oomph.plan({"n_layer": 1, "max_iters": 1}, "RTX 4070")]).facts)
+    assert re.search(r", 0\.0\d+ a parameter", facts["data"])
+
+
+def test_one_of_a_thing_is_singular() -> None:
+    one = ("n_layer", "n_head", "block_size", "batch_size", "gradient_accumulation_steps", "max_iters")
+    found = summarise([oomph.plan({**dict.fromkeys(one, 1), "compile": False}, "RTX 4070")])
+    text = " ".join([found.title, found.setting, *(sentence for _, sentence in found.facts)])
+    assert not re.search(r"(?<![\d.,])1 (?!steps that)\w+s\b(?<!s a)", text), text
+
+
+@pytest.mark.parametrize(("trainer", "params"), [("nanogpt", 123_653_376), ("hf", 124_439_808)])
+def test_each_program_counts_gpt2s_parameters_its_own_way(trainer: str, params: int) -> None:
+    keys = {"trainer": trainer, "vocab_size": 50257, "bias": True}
+    assert oomph.plan(keys, "RTX 4070").model.params_nanogpt == params

@@ -30,6 +30,11 @@ def count(number: float) -> str:
     raise AssertionError(number)
 
 
+def counted(number: int, thing: str) -> str:
+    """How many of a thing there are: "1 head", "12 heads"."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
 def parse_count(text: str) -> int | float | None:
     """The number that "3.68B", "10M" or "5k" means; None where the text is not such a number."""
     match = _COUNT.fullmatch(text)
@@ -39,6 +44,11 @@ def parse_count(text: str) -> int | float | None:
     scale: int = 10 ** len(fraction)
     scaled: int = int(sign + whole.replace("_", "") + fraction) * _SUFFIXES[suffix.lower()]
     return scaled // scale if scaled % scale == 0 else scaled / scale
+
+
+def figure(number: float) -> str:
+    """A number with the digits that tell something: 1,234, 20, 0.014."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def scientific(number: float) -> str:

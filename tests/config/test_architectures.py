@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from oomph.config import hugging_face
-from oomph.config.load import Pasted, from_dict, load
-from oomph.config.schema import TrainConfig
+from oomph.config.load import Pasted, as_loaded, from_dict, load
+from oomph.config.schema import MODEL_TYPES, TrainConfig
 from oomph.config.settle import settle
 from oomph.devices import find
 from oomph.errors import InputError
 from oomph.step.parameters import parameters
 
+CLASSES = [name for name in MODEL_TYPES if name != "nanochat"]  # of transformers
 HF = ("trainer", "hf", "--trainer=hf")
 
 
@@ -121,3 +122,100 @@ def test_nanochat_without_a_depth_is_its_default() -> None:
 def test_nanochat_takes_flash_attention_3_where_there_is_one() -> None:
     kernels = {name: settle(load(["nanochat-d12"]), find(name)).config.attention for name in ("A100 80GB", "RTX 5090")}
     assert kernels == {"A100 80GB": "flash3", "RTX 5090": "flash"}
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_config_that_gives_the_architecture_alone_is_its_class_default(family: str) -> None:
+    """By a config.json, and by keys."""
+    transformers = pytest.importorskip("transformers")
+    own = transformers.CONFIG_MAPPING[family]()
+    heads = own.num_attention_heads
+    head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
+    by_name = ("intermediate_size", "ffn_dim", "n_inner")
+    inner = next((value for name in by_name if (value := getattr(own, name, None))), 4 * own.hidden_size)
+    expected = {
+        "n_layer": own.num_hidden_layers,
+        "n_head": heads,
+        "n_embd": own.hidden_size,
+        "vocab_size": own.vocab_size,
+        "tie_weights": own.tie_word_embeddings,
+        "num_key_value_heads": getattr(own, "num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "intermediate_size": inner,
+        "sliding_window": getattr(own, "sliding_window", None),
+        "attention_dropout": getattr(own, "attention_dropout", getattr(own, "attn_pdrop", None)),
+    }
+    activation = next(
+        getattr(own, name) for name in ("hidden_activation", "hidden_act", "activation_function") if hasattr(own, name)
+    )
+    expected["hidden_act"] = {"gelu_pytorch_tanh": "gelu"}.get(activation, activation)
+    by_file = settled(Pasted("config.json", f'{{"model_type": "{family}"}}'), trainer="hf")
+    by_keys = settle(from_dict({"trainer": "hf", "model_type": family}), find("A100 80GB")).config
+    for config in (by_file, by_keys):
+        assert {key: getattr(config, key) for key in expected} == expected
+
+
+def test_what_a_config_json_sets_to_null_is_not_its_class_default() -> None:
+    file = Pasted("config.json", '{"model_type": "mistral", "sliding_window": null}')
+    assert settled(file).sliding_window is None
+
+
+def test_toml_unsets_a_key_with_none() -> None:
+    file = Pasted("run.toml", 'trainer = "hf"\nmodel_type = "mistral"\nsliding_window = "None"')
+    assert settled(file).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("more", "window", "pattern"),
+    [
+        ('"sliding_window": 64', None, None),
+        ('"sliding_window": 64, "use_sliding_window": true, "max_window_layers": 4', None, None),
+        ('"sliding_window": 64, "use_sliding_window": true, "max_window_layers": 0', 64, None),
+        ('"use_sliding_window": true, "layer_types": ["sliding_attention", "full_attention"]', 4096, 2),
+    ],
+)
+def test_qwens_window_is_switched_on_and_starts_at_a_block(more: str, window: int | None, pattern: int | None) -> None:
+    config = settled(Pasted("config.json", f'{{"model_type": "qwen2", "num_hidden_layers": 4, {more}}}'))
+    assert (config.sliding_window, config.sliding_window_pattern) == (window, pattern)
+
+
+@pytest.mark.parametrize(
+    "more", [{"max_window_layers": 2}, {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}]
+)
+def test_windows_that_do_not_take_turns_are_a_problem(more: dict[str, object]) -> None:
+    content = {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True, **more}
+    assert len(hugging_face.read(content, "config.json").problems) == 1
+
+
+def test_parts_of_a_model_beside_its_language_model_are_named() -> None:
+    inner = {"model_type": "gemma3_text", "num_hidden_layers": 2}
+    content = {"model_type": "gemma3", "text_config": inner, "vision_config": {"hidden_size": 8}}
+    layer = hugging_face.read(content, "config.json")
+    assert layer.values["n_layer"].value == 2
+    assert [note for note in layer.notes if "vision_config" in note and "text_config" not in note]
+
+
+def test_a_config_json_without_model_type_is_told_what_it_lacks() -> None:
+    text = '{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2}'
+    for content, near in ((text, "llama"), ('{"hidden_size": 64}', None)):
+        with pytest.raises(InputError) as caught:
+            load([Pasted("config.json", content)])
+        (problem,) = caught.value.problems
+        assert "model_type" in problem.what
+        assert problem.nearest == near
+
+
+def test_a_settled_config_is_planned_as_it_is() -> None:
+    keys = {"trainer": "hf", "model_type": "mistral", "n_layer": 12, "sliding_window": None, "batch_size": 12}
+    once = settle(from_dict(keys), find("4070")).config
+    assert (once.n_layer, once.sliding_window, once.batch_size) == (12, None, 12)
+    assert settle(as_loaded(once), find("4070")).config == once
+
+
+@pytest.mark.parametrize("trainer", ["hf", "torch"])
+def test_on_several_devices_transformers_programs_take_one_micro_step_each(trainer: str) -> None:
+    keys = {"trainer": trainer, "world_size": 3}
+    assert from_dict(keys).config.gradient_accumulation_steps == 3
+    assert from_dict(keys | {"gradient_accumulation_steps": 6}).config.gradient_accumulation_steps == 6
+    with pytest.raises(InputError):
+        from_dict(keys | {"gradient_accumulation_steps": 4})

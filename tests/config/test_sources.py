@@ -202,3 +202,19 @@ def test_another_trainer_keeps_what_was_said_and_forgets_what_was_decided() -> N
     loaded = from_dict({"dtype": "float16"})
     other = with_trainer(loaded, "oomph")
     assert (other.config.trainer, other.config.dtype, other.config.loss_chunk) == ("oomph", "float16", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("Qwen/Qwen3-0.7B", "Qwen/Qwen3-1.7B"),
+        ("llama-3.2-2b", "meta-llama/Llama-3.2-3B"),
+        ("gpt2-mdium", "gpt2-medium"),
+        ("gpt-2", "gpt2"),
+        ("nothing-like-it", None),
+    ],
+)
+def test_an_unknown_model_is_told_the_nearest_name(name: str, near: str | None) -> None:
+    with pytest.raises(InputError) as caught:
+        load([name])
+    assert [problem.nearest for problem in caught.value.problems] == [near]

@@ -276,3 +276,33 @@ def test_keys_that_follow_from_width_and_heads_are_no_changes_of_their_own() -> 
     assert changes_between(before, after) == {"n_head": 12, "n_embd": 768}
     grouped = oomph.plan({"n_head": 12, "n_embd": 768, "num_key_value_heads": 3}, "RTX 4070").config
     assert changes_between(after, grouped) == {"num_key_value_heads": 3}
+
+
+SMALL_LLAMA = {
+    "trainer": "hf", "model_type": "llama", "n_layer": 2, "n_embd": 1024, "n_head": 16, "intermediate_size": 4096,
+    "vocab_size": 1024, "block_size": 64, "batch_size": 1,
+}  # fmt: skip
+
+
+def card(mib: float) -> devices.Device:
+    return devices.custom(None, mib=mib, tflops=50, gbs=500, watts=None)
+
+
+def test_bfloat16_throughout_and_8_bit_adam_are_taken_together_where_neither_is_enough() -> None:
+    tight, roomier = fit(SMALL_LLAMA, card(880)), fit(SMALL_LLAMA, card(950))
+    assert tight.chosen is not None
+    assert (tight.chosen.plan.config.autocast, tight.chosen.plan.config.optimizer) == (False, "adamw8bit")
+    assert tight.chosen.kind == "nearly"
+    both = [each for each in roomier.options if not each.plan.config.autocast and "optimizer" in each.changes]
+    assert both == []
+
+
+@pytest.mark.parametrize("trainer", ["hf", "torch"])
+def test_transformers_models_checkpoint_all_blocks_or_none_and_then_keep_no_cache(trainer: str) -> None:
+    keys = SMALL_LLAMA | {"trainer": trainer, "n_layer": 6, "batch_size": 8, "transformers_version": "4.57"}
+    options = fit(keys, card(1200)).options
+    assert {each.plan.config.checkpoint_layers for each in options} >= {0, 6}
+    for each in options:
+        config = each.plan.config
+        assert config.checkpoint_layers in (0, config.n_layer)
+        assert config.use_cache == (not config.checkpoint_layers and not config.compile)

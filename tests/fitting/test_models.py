@@ -16,6 +16,7 @@ from oomph.fitting.fit import fit
 from oomph.fitting.grow import DepthAndWidth, Limits, Sizer
 from oomph.fitting.result import Fit
 from oomph.fitting.search import Searcher
+from oomph.fitting.space import of_width
 from oomph.report.fit import document
 from oomph.report.markdown import to_markdown
 
@@ -62,7 +63,7 @@ def test_a_ladder_grows_and_has_heads_of_64() -> None:
     ladder = grow.proportioned(50304)
     sizes = [shape.block_parameters + 50304 * shape.n_embd for shape in ladder]
     assert sizes == sorted(sizes)
-    assert all(shape.n_embd == 64 * shape.n_head for shape in ladder)
+    assert all(shape.n_embd % 64 == 0 for shape in ladder)
     assert {DepthAndWidth(12, 768), DepthAndWidth(24, 1024), DepthAndWidth(36, 1280)} <= set(ladder)
 
 
@@ -237,7 +238,7 @@ def test_no_setting_that_keeps_the_training_lets_a_wider_model_pass() -> None:
     sizer = Sizer(loaded, Searcher(small), Limits(None, None), proposing=False, tell=lambda _: None)
     widest = sizer.last([DepthAndWidth(2, 64 * heads) for heads in range(1, 40)])
     assert widest is not None
-    wider = (DepthAndWidth(2, widest.n_embd + 64 * more).changes() for more in (1, 2, 3))
+    wider = (of_width(loaded.config, widest.n_embd + 64 * more) for more in (1, 2, 3))
     for shape, size, compiled, segments in itertools.product(wider, (1, 2, 4, 8), (True, False), (True, False)):
         setting = {"batch_size": size, "gradient_accumulation_steps": 8 // size}
         setting |= {"compile": compiled, "expandable_segments": segments}
@@ -260,3 +261,14 @@ def test_the_largest_is_called_the_largest_only_of_its_proportions() -> None:
     most = max(found.options, key=lambda option: option.plan.model.params_nanogpt)
     assert most is found.chosen or any("more parameters, in other proportions" in sentence for sentence in found.why)
     assert "1 layers" not in to_markdown(document(found))
+
+
+def test_the_largest_model_of_transformers_may_have_its_blocks_checkpointed() -> None:
+    keys = {"trainer": "hf", "model_type": "llama", "n_layer": 4, "n_embd": 512, "n_head": 8, "num_key_value_heads": 4,
+            "vocab_size": 1024, "block_size": 512, "intermediate_size": 2048, "batch_size": 64}  # fmt: skip
+    found = fit(keys, devices.custom(None, mib=2000, tflops=50, gbs=500, watts=None), largest=True)
+    configs = [option.plan.config for option in found.options]
+    assert any(config.checkpoint_layers == config.n_layer for config in configs)
+    for config in configs:
+        assert config.checkpoint_layers in (0, config.n_layer)
+        assert config.n_head % (config.num_key_value_heads or 1) == 0

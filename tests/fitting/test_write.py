@@ -371,3 +371,26 @@ def test_width_and_heads_that_change_together_change_where_they_stand(tmp_path: 
         f"n_head = {config.n_head}  # of 64",
         f"n_layer = {config.n_layer}",
     ]
+
+
+@pytest.mark.parametrize("name", ["option.py", "option.toml"])
+@pytest.mark.parametrize(
+    ("source", "keys"),
+    [
+        ("Qwen/Qwen3-0.6B", {}),
+        ("mistralai/Mistral-7B-v0.3", {"trainer": "torch", "n_layer": "2", "n_embd": "1024", "n_head": "8"}),
+        ("google/gemma-3-1b-pt", {"n_layer": "2"}),
+        ("nanochat-d4", {}),
+        ("gpt2", {"trainer": "hf", "n_layer": "2"}),
+        ("gpt2", {"trainer": "oomph", "n_layer": "2"}),
+    ],
+)
+def test_an_option_of_any_program_is_read_back_as_it_was_planned(
+    tmp_path: Path, name: str, source: str, keys: dict[str, str]
+) -> None:
+    found = fit(oomph.load_config([source], [(key, value, f"--{key}={value}") for key, value in keys.items()]), "4070")
+    for option in found.options:
+        write_config(tmp_path / name, found, option)
+        again = oomph.plan(tmp_path / name, "4070")
+        assert again.config == option.plan.config
+        assert again.memory.total_mib == option.plan.memory.total_mib

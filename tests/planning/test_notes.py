@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oomph
 from oomph.config.schema import TrainConfig
 from oomph.devices import Device, all_devices, find
 from oomph.planning.notes import warnings
@@ -91,3 +92,41 @@ def test_every_warning_is_a_sentence_and_its_vocabulary_is_aligned(
 ) -> None:
     for text in warnings(config(n_head=n_head, n_embd=n_embd, vocab_size=vocab_size, dtype=dtype), device):
         assert text[0].isalnum() and text.endswith(".") and "None" not in text
+
+
+def test_heads_with_a_size_of_their_own_are_judged_by_it() -> None:
+    shape = {"model_type": "gemma3_text", "trainer": "hf", "n_embd": 1152, "n_head": 5}
+    assert warnings(config(**shape, head_dim=256), find("4070")) == []
+    [said] = warnings(config(**shape, head_dim=36), find("4070"))
+    assert "head_dim=36" in said
+
+
+def test_an_old_transformers_is_not_said_to_run_as_the_earliest_described() -> None:
+    notes = oomph.plan({"trainer": "hf", "n_layer": 1, "transformers_version": "4.40"}, "RTX 4070").notes
+    assert [note for note in notes if "4.40" in note and "4.48" in note and "not described" in note]
+    later = oomph.plan({"trainer": "hf", "n_layer": 1, "transformers_version": "4.48"}, "RTX 4070").notes
+    assert not [note for note in later if "4.48" in note]
+
+
+@pytest.mark.parametrize(
+    ("source", "keys", "idle"),
+    [
+        ("gpt2", {"num_key_value_heads": "4", "sliding_window": "128", "hidden_act": "relu", "dropout": "0.1"},
+         ["num_key_value_heads", "hidden_act", "sliding_window"]),
+        ("gpt2", {"trainer": "hf", "loss_chunk": "512", "dropout": "0.2", "bias": "False"}, ["bias", "loss_chunk"]),
+        ("gpt2", {"trainer": "hf", "return_logits": "True"}, ["return_logits"]),
+        ("nanochat-d4", {"autocast": "False", "dropout": "0.1", "tie_weights": "True", "optimizer": "sgd"},
+         ["dropout", "tie_weights", "autocast", "optimizer"]),
+        ("nanochat-d4", {"loss_chunk": "512", "window_pattern": "L"}, ["loss_chunk"]),
+        ("mistralai/Mixtral-8x7B-v0.1", {"n_layer": "1"}, []),
+        ("facebook/opt-125m", {"intermediate_size": "1024", "sliding_window": "64"}, ["sliding_window"]),
+        ("gpt2", {}, []),
+    ],
+)  # fmt: skip
+def test_keys_that_neither_program_nor_architecture_looks_at_are_named(
+    source: str, keys: dict[str, str], idle: list[str]
+) -> None:
+    given = {"n_layer": "1", "compile": "False"} | keys if source != "nanochat-d4" else keys
+    loaded = oomph.load_config([source], [(key, value, f"--{key}={value}") for key, value in given.items()])
+    notes = [note for note in oomph.plan(loaded, "A100 80GB").notes if note.startswith("Given, but changes nothing")]
+    assert [note.rpartition(": ")[2].split(", ") for note in notes] == ([idle] if idle else [])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import oomph
 from oomph.config import TrainConfig
+from oomph.config.schema import MODEL_TYPES
 from oomph.planning.plan import NOT_IN_A_STEP, _steps
 from oomph.report.plan import summarise
 from oomph.step import build as steps
@@ -210,3 +211,10 @@ def test_a_plan_without_a_time_says_why() -> None:
     plan = oomph.plan({"dtype": "float16"}, "GTX 1660")
     assert plan.time is None
     assert any("GeForce GTX 1660" in note and "time" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", [name for name in MODEL_TYPES if name != "nanochat"])
+def test_one_token_of_one_sequence_is_planned(family: str, compiled: bool) -> None:
+    keys = {"trainer": "hf", "model_type": family, "n_layer": 2, "batch_size": 1, "block_size": 1, "compile": compiled}
+    assert oomph.plan(keys, "A100 80GB").data.tokens_per_step == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from pathlib import Path
 
@@ -157,3 +158,13 @@ def test_a_failure_is_the_checks_verdict() -> None:
 
 def test_every_described_architecture_has_a_name() -> None:
     assert set(plan.ARCHITECTURES) == set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize("words", [3, 12, 30])
+def test_a_command_can_be_copied_however_long_it_is(words: int) -> None:
+    command = shlex.join(["oomph", "fit", "--gpu", "RTX 4070", *(f"--key_{n}=a value" for n in range(words))])
+    text = to_text(doc.Document((), "").then((command, "does it")))
+    shown = text.removeprefix("→ ").partition("does it")[0]
+    assert shlex.split(shown.replace("\\\n", "")) == shlex.split(command)
+    assert all(line.endswith("\\") for line in shown.rstrip().splitlines()[:-1])
+    assert max(map(len, text.splitlines())) <= 80

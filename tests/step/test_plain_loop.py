@@ -82,6 +82,10 @@ def test_a_deep_loop_is_the_one_interpreted_block_by_block(family: str) -> None:
     for ours, theirs in ((sampled.before, whole.before), (sampled.after, whole.after)):
         assert sorted(b.bytes for b in ours) == sorted(b.bytes for b in theirs)
     assert len(sampled.after) == 4 + 2 * config.n_layer  # the batch, logits, loss; keys and values of each block
+    made = {buffer for op in sampled.ops for buffer in op.allocates}
+    assert made.issuperset(sampled.after)
+    several = [plain(Hf(family, layers=n, kv_heads=4), use_cache=True, gradient_accumulation_steps=3) for n in (3, 7)]
+    assert all(peak_bytes([build.build(each, first=False)]) for each in several)
     assert [sum(b.bytes for b in op.frees) for op in sampled.ops] == [
         sum(b.bytes for b in op.frees) for op in whole.ops
     ]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from oomph.config import hugging_face
-from oomph.config.layer import Layer, SourcedValue, parser_message, unknown_keys
+from oomph.config.layer import UNSET, Layer, SourcedValue, parser_message, unknown_keys
 from oomph.config.schema import TrainConfig, keys
 from oomph.config.values import show
 from oomph.errors import InputError, Problem
@@ -85,8 +85,9 @@ def read_mapping(values: Mapping[str, object], where: str) -> Layer:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The config in oomph's own format, each key with its description; unset keys are left out."""
-    return _assignments(config, _toml_value)
+    """The config in oomph's own format, each key with its description. Unset keys are left out, unless the program has
+    defaults for them."""
+    return _assignments(config, toml_value)
 
 
 def to_python(config: TrainConfig) -> str:
@@ -98,12 +99,15 @@ def _assignments(config: TrainConfig, write: Callable[[object], str]) -> str:
     lines = []
     for key in keys().values():
         value = getattr(config, key.name)
-        if value is not None:
+        if value is not None or (key.optional and config.trainer not in ("nanogpt", "oomph")):
             lines.append(f"{key.name} = {write(value)}  # {key.description}")
     return "\n".join(lines) + "\n"
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """A value as TOML writes it, and an unset one, for which it has nothing, as `load` reads it."""
+    if value is None:
+        return f'"{UNSET}"'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

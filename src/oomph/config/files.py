@@ -10,6 +10,7 @@ from pathlib import Path
 
 from oomph.config import checkpoint, nanogpt, pickles
 from oomph.config.documents import read_json, read_toml
+from oomph.config.hugging_face import nearest_name
 from oomph.config.layer import Layer, Scope, SourcedValue
 from oomph.config.schema import PRESETS
 from oomph.errors import InputError, Problem, nearest
@@ -22,8 +23,8 @@ ZIP_MAGIC = b"PK\x03\x04"  # torch.save writes zip archives
 MAX_LISTED = 10_000  # names of a folder looked at for the nearest one
 
 _UNDERSTOOD = (
-    "a nanoGPT .py file, .toml, Hugging Face's config.json, a nanoGPT ckpt.pt, "
-    f"or one of {', '.join(PRESETS)}, nanochat-d20"
+    "a nanoGPT .py file, .toml, Hugging Face's config.json, a nanoGPT ckpt.pt, a model by its name such as "
+    f"Qwen/Qwen3-0.6B, or one of {', '.join(PRESETS)}, nanochat-d20"
 )
 
 
@@ -80,9 +81,9 @@ def _missing(path: Path, label: str) -> Problem:
     near = nearest(path.name[:200], _names(path.parent))
     if near is not None:
         near = str(path.parent / near)
-    elif path.parent == Path():
-        near = nearest(path.name[:200], PRESETS)
-    return Problem(where=label, what="there is no such file or preset", allowed=_UNDERSTOOD, nearest=near)
+    elif not path.suffix[1:].isalpha():  # a name, which may end in a number: "Qwen3-0.7B"
+        near = nearest(label[:200], PRESETS) or nearest_name(label[:200])
+    return Problem(where=label, what="there is no such file, preset or model", allowed=_UNDERSTOOD, nearest=near)
 
 
 def _inside(folder: Path) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oomph.config.layer import Layer, SourcedValue
-from oomph.config.schema import MODEL_TYPES
+from oomph.config.schema import KEYS, MODEL_TYPES, MOST_BLOCKS
 from oomph.config.values import show
 from oomph.errors import InputError, Problem, nearest
 
@@ -50,74 +50,123 @@ _ONLY: dict[str, tuple[object, str]] = {
     "layer_norm_elementwise_affine": (True, "layer norms without weights"),
     "_remove_final_layer_norm": (False, "no layer norm after the last block"),
     "layerdrop": (0.0, "blocks left out at random"),
+    "mlp_bias": (False, "biases in the MLP"),
 }
-# What a family's class has where a file does not say it (transformers 5.22, configuration_*.py).
+# What a family's class has where a file does not say it (transformers 5.22, configuration_*.py). What is not here is
+# unset there too, and follows from the rest: a head's size from the width, say.
 _DEFAULTS: dict[str, dict[str, object]] = {
-    "gpt2": {"tie_weights": True, "bias": True, "vocab_size": 50257, "dropout": 0.1,
-             "max_position_embeddings": 1024},
-    "gpt_neox": {"tie_weights": False, "bias": True, "partial_rotary_factor": 0.25},
-    "opt": {"tie_weights": True, "bias": True, "dropout": 0.1, "attention_dropout": 0.0,
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "tie_weights": True, "bias": True,
+             "dropout": 0.1, "max_position_embeddings": 1024},
+    "gpt_neox": {"n_layer": 44, "n_head": 64, "n_embd": 6144, "intermediate_size": 24576, "vocab_size": 50432,
+                 "tie_weights": False, "bias": True, "partial_rotary_factor": 0.25},
+    "opt": {"n_layer": 12, "n_head": 12, "n_embd": 768, "intermediate_size": 3072, "vocab_size": 50272,
+            "tie_weights": True, "bias": True, "dropout": 0.1, "attention_dropout": 0.0,
             "max_position_embeddings": 2048},
-    "mixtral": {"tie_weights": False, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
-    "qwen3_moe": {"tie_weights": False, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "mixtral": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+                "tie_weights": False, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"n_layer": 24, "n_head": 32, "n_embd": 2048, "intermediate_size": 6144, "vocab_size": 151936,
+                  "tie_weights": False, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
                   "moe_intermediate_size": 768, "norm_topk_prob": False},
-    "llama": {"tie_weights": False},
-    "mistral": {"tie_weights": False, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"tie_weights": False},
-    "qwen3": {"tie_weights": False, "head_dim": 128},
-    "olmo2": {"tie_weights": False},
-    "phi3": {"tie_weights": False},
-    "gemma2": {"tie_weights": True, "head_dim": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
-               "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
-    "gemma3_text": {"tie_weights": True, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 6},
+    "llama": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "intermediate_size": 11008, "vocab_size": 32000,
+              "tie_weights": False},
+    "mistral": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+                "tie_weights": False, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "intermediate_size": 22016, "vocab_size": 151936,
+              "tie_weights": False, "num_key_value_heads": 32},
+    "qwen3": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "intermediate_size": 22016, "vocab_size": 151936,
+              "tie_weights": False, "num_key_value_heads": 32, "head_dim": 128},
+    "olmo2": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "intermediate_size": 11008, "vocab_size": 50304,
+              "tie_weights": False},
+    "phi3": {"n_layer": 32, "n_head": 32, "n_embd": 3072, "intermediate_size": 8192, "vocab_size": 32064,
+             "tie_weights": False},
+    "gemma2": {"n_layer": 26, "n_head": 8, "n_embd": 2304, "intermediate_size": 9216, "vocab_size": 256000,
+               "tie_weights": True, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+               "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
+    "gemma3_text": {"n_layer": 26, "n_head": 8, "n_embd": 2304, "intermediate_size": 9216, "vocab_size": 262208,
+                    "tie_weights": True, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+                    "sliding_window_pattern": 6},
 }  # fmt: skip
+# Families whose window is off unless use_sliding_window is said, and which of them have it in their last blocks alone.
+_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
+_LAST_BLOCKS = ("qwen2", "qwen3")
+_WINDOW, _WINDOWED_FROM = 4096, 28  # their sliding_window and max_window_layers where it is on
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu_new",
     "relu": "relu",
 }  # fmt: skip
-OWN_ACTIVATIONS = {"gpt2": "gelu_new", "gpt_neox": "gelu", "opt": "relu"}  # of a family's class; of the others silu
+# Of a family's class; of the others silu.
+OWN_ACTIVATIONS = {"gpt2": "gelu_new", "gpt_neox": "gelu", "opt": "relu", "gemma2": "gelu", "gemma3_text": "gelu"}
 _NESTED = ("text_config",)  # where a model of several kinds of input keeps its language model
 _ALIASES = {"gemma3": "gemma3_text"}
-_GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "tie_weights": True}
+_GPT2 = ("n_layer", "n_head", "n_embd", "vocab_size", "tie_weights")
 _GPT2_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 def is_model(content: Mapping[str, object]) -> bool:
-    """Whether a JSON object is a model's config."""
-    return "model_type" in content or "architectures" in content
+    """Whether a JSON object is a model's config: it says so, or has transformers' names for keys of ours."""
+    theirs = {name for names in _NAMES.values() for name in names} - set(KEYS)
+    return not {"model_type", "architectures", *theirs}.isdisjoint(content)
 
 
 def read(content: Mapping[str, object], label: str) -> Layer:
     """The layer of a model's `config.json`. Raises `InputError` for an architecture that is not described."""
-    for name in _NESTED:
-        if isinstance(inner := content.get(name), dict) and "num_hidden_layers" in inner:
-            content = {"model_type": _ALIASES.get(str(content.get("model_type")), content.get("model_type")), **inner}
+    content, left_out = _language_model(content, label)
     family = content.get("model_type", "gpt2" if content.get("architectures") == ["GPT2LMHeadModel"] else None)
-    if family == "gpt2":
-        return _gpt2(content, label)
-    if family not in MODEL_TYPES:
-        raise InputError(
-            Problem(
-                where=label, what="an architecture that is not described", found=f"model_type {show(family)}",
-                allowed=f"{', '.join(MODEL_TYPES)}; any other with --model {label}, which needs torch and transformers",
-            )
+    if family not in MODEL_TYPES or not isinstance(family, str):
+        raise InputError(_not_described(content, family, label))
+    layer = _gpt2(content, label) if family == "gpt2" else _described(content, family, label)
+    layer.notes += left_out
+    layer.problems += _not_covered(content, label)
+    return layer
+
+
+def _language_model(content: Mapping[str, object], label: str) -> tuple[Mapping[str, object], list[str]]:
+    """The part of a config that is planned, and a note on parts that are not: an encoder of images, a quantization."""
+    parts = [name for name, value in content.items() if name.endswith("_config") and isinstance(value, dict) and value]
+    for name in _NESTED:
+        if isinstance(inner := content.get(name), dict) and inner:
+            parts.remove(name)
+            content = {"model_type": _ALIASES.get(str(content.get("model_type")), content.get("model_type")), **inner}
+    if not parts:
+        return content, []
+    return content, [f"{label}: not in the figures, which are the language model's alone: {', '.join(parts)}"]
+
+
+def _not_described(content: Mapping[str, object], family: object, label: str) -> Problem:
+    """The problem of a config whose architecture is not said, or not described."""
+    if family is not None:
+        return Problem(
+            where=label, what="an architecture that is not described", found=f"model_type {show(family)}",
+            allowed=f"{', '.join(MODEL_TYPES)}; any other with --model {label}, which needs torch and transformers",
         )  # fmt: skip
-    assert isinstance(family, str)
+    classes = content.get("architectures")
+    named = str(classes[0]) if isinstance(classes, list) and classes else ""
+    like = [each for each in MODEL_TYPES if named.lower().startswith(each.removesuffix("_text").replace("_", ""))]
+    return Problem(
+        where=label,
+        what="a Hugging Face config without model_type, which says the architecture",
+        found=f"architectures {named}" if named else None,
+        allowed=f'a line "model_type": one of {", ".join(MODEL_TYPES)}',
+        nearest=max(like, key=len, default=None),
+    )
+
+
+def _described(content: Mapping[str, object], family: str, label: str) -> Layer:
+    """The layer of an architecture that transformers alone trains."""
     layer = Layer(program="hf")
     layer.values["model_type"] = SourcedValue(family, label)
     defaults = _DEFAULTS.get(family, {})
     content = _with_rotary(content)
     for key, names in _NAMES.items():
         given = next((content[name] for name in names if content.get(name) is not None), None)
-        if given is not None:
+        if given is not None or any(name in content for name in names):
             layer.values[key] = SourcedValue(given, label)
-        elif key in defaults and not (key in content or any(name in content for name in names)):
+        elif key in defaults:
             layer.values[key] = SourcedValue(defaults[key], f"{label} (transformers' default)")
     if family == "opt":  # whose positions are a table
         layer.values["max_position_embeddings"] = SourcedValue(content.get("max_position_embeddings", 2048), label)
-    _windows(content, layer, label)
+    _windows(content, layer, label, family)
     _activation(content, layer, label, family)
-    layer.problems += _not_covered(content, label)
     return layer
 
 
@@ -145,18 +194,40 @@ def _not_covered(content: Mapping[str, object], label: str) -> list[Problem]:
     ]
 
 
-def _windows(content: Mapping[str, object], layer: Layer, label: str) -> None:
+def _windows(content: Mapping[str, object], layer: Layer, label: str, family: str) -> None:
     """Which blocks see a window: none where it is switched off, else by the list of their kinds."""
-    if content.get("use_sliding_window") is False:
-        layer.values.pop("sliding_window", None)
-    kinds = content.get("layer_types")
-    if isinstance(kinds, list) and kinds:
-        if "sliding_attention" not in kinds:
-            layer.values.pop("sliding_window", None)
-            layer.values.pop("sliding_window_pattern", None)
-        elif "full_attention" in kinds:
-            every = kinds.index("full_attention") + 1
-            layer.values["sliding_window_pattern"] = SourcedValue(every, f"{label} (layer_types)")
+    unset = SourcedValue(None, label)
+    if family in _SWITCHED:
+        if not content.get("use_sliding_window"):
+            layer.values["sliding_window"] = unset
+        elif "sliding_window" not in content:
+            layer.values["sliding_window"] = SourcedValue(_WINDOW, f"{label} (transformers' default)")
+    windowed = _windowed(content, layer, family)
+    if not windowed:
+        return
+    if not any(windowed):
+        layer.values |= {"sliding_window": unset, "sliding_window_pattern": unset}
+    elif all(windowed):
+        layer.values["sliding_window_pattern"] = unset
+    else:
+        every = windowed.index(False) + 1
+        layer.values["sliding_window_pattern"] = SourcedValue(every, f"{label} (layer_types)")
+        if any(each != ((block + 1) % every != 0) for block, each in enumerate(windowed)):
+            what = "blocks with and without a window that do not take turns are not described"
+            allowed = "every so many blocks one without; with --model it is traced, which needs torch and transformers"
+            layer.problems.append(Problem(where=label, what=what, allowed=allowed))
+
+
+def _windowed(content: Mapping[str, object], layer: Layer, family: str) -> list[bool]:
+    """Whether each block sees a window, where the config lists it or says from which block on; else nothing."""
+    kinds, blocks = content.get("layer_types"), layer.values["n_layer"].value
+    if isinstance(kinds, list):
+        return [kind == "sliding_attention" for kind in kinds]
+    start = content.get("max_window_layers", _WINDOWED_FROM)
+    on = family in _LAST_BLOCKS and layer.values["sliding_window"].value is not None
+    if not on or not isinstance(start, int) or not isinstance(blocks, int):
+        return []
+    return [block >= start for block in range(min(blocks, MOST_BLOCKS))]
 
 
 def _activation(content: Mapping[str, object], layer: Layer, label: str, family: str) -> None:
@@ -173,8 +244,8 @@ def _activation(content: Mapping[str, object], layer: Layer, label: str, family:
 def _gpt2(content: Mapping[str, object], label: str) -> Layer:
     """GPT-2, which nanoGPT trains too."""
     layer = Layer()
-    for key, default in _GPT2.items():
-        names = _NAMES[key]
+    for key in _GPT2:
+        names, default = _NAMES[key], _DEFAULTS["gpt2"][key]
         given = next((content[name] for name in reversed(names) if content.get(name) is not None), None)
         where = label if given is not None else f"{label} (Hugging Face's default)"
         layer.values[key] = SourcedValue(default if given is None else given, where)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from oomph.config.schema import KEYS
 from oomph.errors import Problem, nearest
 
+UNSET = "None"  # what unsets a key in TOML, which has no null
 MAX_UNKNOWN = 20  # named one by one; a file with more is not a config
 
 

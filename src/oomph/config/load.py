@@ -13,7 +13,7 @@ import msgspec
 from oomph.config import files, hugging_face, nanochat
 from oomph.config.documents import read_mapping
 from oomph.config.expression import parse_text
-from oomph.config.layer import Layer, Scope, SourcedValue, UnknownValue, unknown_keys
+from oomph.config.layer import UNSET, Layer, Scope, SourcedValue, UnknownValue, unknown_keys
 from oomph.config.schema import GPT2_BLOCK, GPT2_SHAPES, GPT2_VOCABULARY, MANY, TRANSFORMERS, TrainConfig, keys
 from oomph.config.values import check
 from oomph.errors import InputError, Problem
@@ -34,10 +34,11 @@ PROGRAM_DEFAULTS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 PROGRAM_SOURCES = {
     "hf": "default of transformers' Trainer, or assumed",
-    "torch": "usual in a plain PyTorch loop, or assumed",
+    "torch": "default of a plain PyTorch loop, or assumed",
     "nanochat": "default of nanochat's base_train",
 }
 MAX_PROBLEMS = 100  # more than anybody fixes at once
+SETTLED = ("dtype", "return_logits", "loss_chunk", "use_cache", "optimizer_loop")  # what `settle` always fills in
 Override = tuple[str, str, str]  # key, value as written, where: ("batch_size", "8", "--batch_size=8")
 
 
@@ -100,13 +101,17 @@ def from_dict(values: Mapping[str, Any], where: str = "given") -> LoadedConfig:
 
 
 def as_loaded(config: LoadedConfig | TrainConfig | Mapping[str, Any] | ConfigSource | None) -> LoadedConfig:
-    """Any config the Python API takes, as a `LoadedConfig`. For a `TrainConfig` no dataset is looked for."""
+    """Any config the Python API takes, as a `LoadedConfig`. For a `TrainConfig` no dataset is looked for; one that is
+    settled, such as a plan's, is left as it is."""
     if isinstance(config, LoadedConfig):
         return config
     if isinstance(config, TrainConfig):
         given = {key.name: getattr(config, key.name) for key in keys().values()}
         gathering = _Gathering(look_at_data=False)
         changed = {name: SourcedValue(v, "given") for name, v in given.items() if v != keys()[name].default}
+        if None not in (given[name] for name in SETTLED):
+            kept = {name: SourcedValue(v, "default: settled", firm=False) for name, v in given.items()}
+            changed = kept | changed
         gathering.add(Layer(values=changed))
         return gathering.finish()
     if config is None:
@@ -182,8 +187,8 @@ class _Gathering:
             if isinstance(said.value, UnknownValue) and said.value.needs_running and not keys()[name].needed:
                 self.notes.append(f"{said.where}: {name} is skipped: {said.value.reason}")
             else:
-                unsaid = said.value is None and keys()[name].optional
-                self.values[name] = SourcedValue(None, "default", firm=False) if unsaid else said
+                unset = said.value in (None, UNSET) and keys()[name].optional
+                self.values[name] = SourcedValue(None, f"default: unset in {said.where}", firm=False) if unset else said
 
     def finish(self) -> LoadedConfig:
         if self.program is not None and self.values["trainer"].where == "default":
@@ -205,7 +210,10 @@ class _Gathering:
         """What the program has where nothing is said and nanoGPT has something else."""
         program = str(self.values["trainer"].value)
         found = [(key, value, PROGRAM_SOURCES[program]) for key, value in PROGRAM_DEFAULTS.get(program, {}).items()]
-        if program in TRANSFORMERS and self.program is None:  # no config.json says what the model is
+        if program in TRANSFORMERS:
+            world = self.values["world_size"].value  # these count a device's own micro-steps, one unless told
+            each = ("gradient_accumulation_steps", world, f"{PROGRAM_SOURCES[program]}: one a device")
+            found = [each, *found] if isinstance(world, int) else found
             family = self.values["model_type"].value
             own = hugging_face.class_defaults(family)
             found += [(key, value, f"default of transformers' {family}") for key, value in own.items()]

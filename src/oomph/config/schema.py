@@ -49,6 +49,7 @@ INITS = ("scratch", "resume", *PRESETS)
 # The largest sizes accepted: far beyond any real run, and small enough that later products stay finite.
 MANY = 10_000_000  # sequences, micro-steps, devices
 MANY_STEPS = 10**12
+MOST_BLOCKS = 1000
 
 
 def _key(
@@ -87,7 +88,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 40
     batch_size: Annotated[int, _key("sequences per micro-step", ge=1, le=MANY)] = 12
     block_size: Annotated[int, _key("tokens per sequence", ge=1, le=100_000_000)] = 1024
-    n_layer: Annotated[int, _key("transformer blocks", ge=1, le=1000)] = 12
+    n_layer: Annotated[int, _key("transformer blocks", ge=1, le=MOST_BLOCKS)] = 12
     n_head: Annotated[int, _key("attention heads per block", ge=1, le=1_000_000)] = 12
     n_embd: Annotated[int, _key("width of the model", ge=1, le=1_000_000)] = 768
     dropout: Annotated[float, _key("probability that a value is dropped", ge=0, lt=1)] = 0.0

@@ -183,6 +183,11 @@ def _use_cache(config: TrainConfig) -> Decision:
     return True, "transformers' models have it on unless they are told otherwise"
 
 
+def keeps_cache(config: TrainConfig) -> bool:
+    """Whether the program keeps keys and values where nobody says so: a search asks it of every setting it tries."""
+    return bool(_use_cache(config)[0])
+
+
 def _loss_chunk(config: TrainConfig, device: SettlingDevice) -> Decision:
     if config.trainer != "oomph":
         return 0, f"{config.trainer} computes all logits at once"

@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from oomph.config import TrainConfig
+from oomph.config.documents import toml_value
 from oomph.config.schema import keys
 from oomph.fitting.result import KeyValue
 
@@ -36,7 +37,7 @@ _WORDS = {
 
 
 def set_key(
-    text: str, toml: bool, key: str, value: KeyValue, trainer: str = "nanogpt", through_variable: bool = True
+    text: str, toml: bool, key: str, value: KeyValue | None, trainer: str = "nanogpt", through_variable: bool = True
 ) -> str:
     """The text with the key's value changed where it stands, or the key added at the end. With `through_variable`, a
     value that is a variable of the file's own ("batch_size = bs") is changed where that one is set."""
@@ -58,16 +59,12 @@ def restate(text: str, toml: bool, old: TrainConfig, new: TrainConfig) -> str:
     return "".join(lines)
 
 
-def written(value: KeyValue, toml: bool) -> str:
-    """A value as the format writes it."""
-    if not toml:
-        return repr(value)
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+def written(value: KeyValue | None, toml: bool) -> str:
+    """A value as the format writes it; None unsets a key."""
+    return toml_value(value) if toml else repr(value)
 
 
-def entry(key: str, value: KeyValue, toml: bool, trainer: str) -> str:
+def entry(key: str, value: KeyValue | None, toml: bool, trainer: str) -> str:
     """A line of its own, with what the key means to the program that runs it."""
     known = keys()[key]
     ours = "" if toml or known.whose == "nanogpt" else "; oomph's key, which nanoGPT passes over"
@@ -79,7 +76,7 @@ def entry(key: str, value: KeyValue, toml: bool, trainer: str) -> str:
     return f"{key} = {written(value, toml)}  # {how}{ours}"
 
 
-def _written(old: str, value: KeyValue, toml: bool) -> str:
+def _written(old: str, value: KeyValue | None, toml: bool) -> str:
     """The new value; a product such as "5 * 8" keeps its last factor, the number of devices, where it can."""
     match = re.fullmatch(r"\s*\d+\s*\*\s*(\d+)\s*", old)
     if match and isinstance(value, int) and int(match[1]) and value % int(match[1]) == 0:

@@ -30,10 +30,12 @@ from oomph.fitting.space import (
     different_rows,
     ladders,
     nearly_rows,
+    of_width,
     programs,
     resized,
     same_rows,
     shallower,
+    together,
     variant,
     with_changes,
 )
@@ -129,9 +131,14 @@ class _Fitting:
         for row in same_rows(self.programs, self.asked):
             self.add(row)
         fastest = {key: self.search(program) for key, program in self.programs.items()}
-        for row in nearly_rows(self.programs, self.asked, self.searcher.device.has_bf16):
+        nearly = list(nearly_rows(self.programs, self.asked, self.searcher.device.has_bf16))
+        for row in nearly:
             self.add(row)
             self.search_nearly(row)
+        both = together(nearly)
+        if both is not None and not any(option.fits for option in self.found.values()):
+            self.add(both)
+            self.search_nearly(both)
         for row in different_rows(self.programs[self.asked]):
             self.add(row)
         if not any(fastest.values()):
@@ -313,7 +320,8 @@ def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[s
             "the deepest that fits", program.key, changes_between(base, shallow.config), "different", effect
         )
     tell(f"models narrower than {base.n_embd}")
-    heads, narrow = _largest((base.n_embd - 1) // HEAD_SIZE, _wide, program, searcher)
+    top = (base.n_embd - 1) // HEAD_SIZE
+    heads, narrow = _largest(top, lambda n: of_width(base, n * HEAD_SIZE), program, searcher)
     if narrow is not None:
         effect = f"a smaller model: width {heads * HEAD_SIZE} of {base.n_embd}"
         yield SearchRow("the widest that fits", program.key, changes_between(base, narrow.config), "different", effect)
@@ -347,7 +355,3 @@ def _largest(
     guess = bisect_left(numbers, True, key=lambda number: not seems_to_fit(number))
     number = boundary(numbers, guess, lambda number: fastest(number) is not None)
     return number, fastest(number) if number else None
-
-
-def _wide(heads: int) -> dict[str, KeyValue]:
-    return {"n_embd": heads * HEAD_SIZE, "n_head": heads}

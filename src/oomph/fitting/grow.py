@@ -29,11 +29,13 @@ from oomph.fitting.space import (
     asked_of,
     batches,
     changes_between,
+    of_width,
     programs,
     with_changes,
 )
 from oomph.planning.plan import Plan, tokens_per_step
 from oomph.step.parameters import count_nanogpt
+from oomph.units import counted
 
 TOKENS_PER_PARAMETER = 20.0  # Chinchilla
 GOOD_PASSES = 4.0  # Muennighoff et al.
@@ -50,23 +52,15 @@ NEARLY_ORDERED = 3  # sizes of a ladder are in order of their cost only nearly: 
 
 
 class DepthAndWidth(msgspec.Struct, frozen=True, order=True):
-    """Depth and width, with heads of 64."""
+    """Depth and width."""
 
     n_layer: int
     n_embd: int
 
     @property
-    def n_head(self) -> int:
-        return self.n_embd // HEAD_SIZE
-
-    @property
     def block_parameters(self) -> int:
         """Parameters without the embeddings."""
         return 12 * self.n_layer * self.n_embd**2
-
-    def changes(self) -> dict[str, int]:
-        """As config keys."""
-        return {"n_layer": self.n_layer, "n_head": self.n_head, "n_embd": self.n_embd}
 
 
 def usual_depth(width: int) -> int:
@@ -183,7 +177,7 @@ class Sizer:
 
     def config(self, shape: DepthAndWidth) -> LoadedConfig:
         """The run with a model of that shape, and the schedule that suits it where the run is ours to propose."""
-        changes: dict[str, KeyValue] = dict(shape.changes())
+        changes = {"n_layer": shape.n_layer, **of_width(self.loaded.config, shape.n_embd)}
         checkpointed = self.loaded.config.checkpoint_layers
         if checkpointed:
             changes["checkpoint_layers"] = min(checkpointed, shape.n_layer)
@@ -267,11 +261,11 @@ def _alone(config: TrainConfig) -> Ladder:
 
 
 def _settings(program: TrainingProgram, given: Container[str]) -> Iterator[Ladder]:
-    """Every micro-batch, compiled and not, each kind of segments; for oomph also all blocks checkpointed. Keys that
-    are given stay as they are."""
+    """Every micro-batch, compiled and not, each kind of segments; also all blocks checkpointed, where the program can.
+    Keys that are given stay as they are."""
     base = program.settled
     counts = {base.checkpoint_layers}
-    if base.trainer == "oomph" and "checkpoint_layers" not in given:
+    if base.n_layer in program.checkpoint_layers and "checkpoint_layers" not in given:
         counts.add(base.n_layer)
     fixed = "batch_size" in given or "gradient_accumulation_steps" in given  # the sequences to a step are, already
     sizes = [(base.batch_size, base.gradient_accumulation_steps)] if fixed else batches(base)
@@ -279,7 +273,8 @@ def _settings(program: TrainingProgram, given: Container[str]) -> Iterator[Ladde
     compiling = (base.compile,) if "compile" in given else program.compile
     for (size, micro_steps), compiled in product(sizes, compiling):
         batch = {"batch_size": size, "gradient_accumulation_steps": micro_steps}
-        yield Ladder(msgspec.structs.replace(base, **batch, compile=compiled), tuple(sorted(counts)), segments)
+        lowest = msgspec.structs.replace(base, **batch, compile=compiled)
+        yield Ladder(lowest, tuple(sorted(counts)), segments, program.loaded.said("use_cache"))
 
 
 def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[DepthAndWidth, Plan] | None]]:
@@ -287,7 +282,7 @@ def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[DepthAndWidth, Plan] |
     config = sizer.loaded.config
     plain = Sizer(sizer.loaded, sizer.searcher, sizer.limits, sizer.proposing, sizer.tell, as_asked=True)
     batch = f"{config.batch_size} × {config.gradient_accumulation_steps}"
-    layers = f"{config.n_layer} layer{'s' * (config.n_layer != 1)}"
+    layers = counted(config.n_layer, "layer")
     widths = [DepthAndWidth(config.n_layer, width) for width in range(HEAD_SIZE, WIDEST, HEAD_SIZE)]
     width = max(HEAD_SIZE, config.n_embd // HEAD_SIZE * HEAD_SIZE)
     depths = [DepthAndWidth(layers, width) for layers in range(1, 1025)]

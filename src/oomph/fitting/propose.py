@@ -25,7 +25,7 @@ from oomph.fitting.result import Fit, Option
 from oomph.fitting.search import Searcher, is_safe
 from oomph.fitting.verdict import name_of, setting
 from oomph.planning.plan import PROGRAMS, Plan
-from oomph.units import count
+from oomph.units import count, counted, figure
 
 MAKES_ROOM = ("compile", "expandable_segments", "checkpoint_layers")  # keys that a size is tried with, beside the batch
 NEIGHBOURS = 2  # sizes shown on either side of the proposed one
@@ -103,7 +103,7 @@ def propose(
 def describe(plan: Plan) -> str:
     """A model and its setting on one line."""
     config = plan.config
-    model = f"{layers(config.n_layer)} × {config.n_embd}, {count(plan.model.params_nanogpt)} parameters"
+    model = f"{counted(config.n_layer, 'layer')} × {config.n_embd}, {count(plan.model.params_nanogpt)} parameters"
     batch = f"{config.batch_size} × {config.gradient_accumulation_steps} sequences"
     hours = f", {plan.time.hours:,.1f} h" if plan.time else ""
     return f"{model}, as {batch} in {plan.memory.total_mib:,.0f} MiB{hours}"
@@ -113,11 +113,6 @@ def _with(option: Option) -> str:
     """What beside the batch is set for the model."""
     changes = {key: value for key, value in option.changes.items() if key in MAKES_ROOM}
     return f", with {setting(changes)}" if changes else ""
-
-
-def layers(number: int) -> str:
-    """A depth in words."""
-    return f"{number} layer{'s' * (number != 1)}"
 
 
 def _merit(option: Option) -> str:
@@ -132,7 +127,7 @@ def _superlative(option: Option) -> str:
 
 
 def _size(shape: DepthAndWidth) -> str:
-    return f"{layers(shape.n_layer)} × {shape.n_embd}"
+    return f"{counted(shape.n_layer, 'layer')} × {shape.n_embd}"
 
 
 def _near(ladder: list[DepthAndWidth], place: int) -> list[DepthAndWidth]:
@@ -163,7 +158,7 @@ def _proposal(option: Option, chosen: bool, hours: float | None) -> Option:
 def _advice(shape: DepthAndWidth, plan: Plan) -> str:
     per = plan.data.tokens_per_param
     rate = learning_rate(shape.n_embd, shape.block_parameters)
-    return f"{per:,.0f} tokens a parameter; a learning rate of {rate:g} suits this width"
+    return f"{figure(per)} tokens a parameter; a learning rate of {rate:g} suits this width"
 
 
 def _parameters(option: Option) -> int:
@@ -178,7 +173,7 @@ def _safest(options: list[Option]) -> int | None:
 
 def _refusal(smallest: Plan, limits: Limits) -> str:
     """Which of the limits even the smallest model exceeds."""
-    size = f"{layers(smallest.config.n_layer)} × {smallest.config.n_embd}"
+    size = f"{counted(smallest.config.n_layer, 'layer')} × {smallest.config.n_embd}"
     if _too_few_tokens(smallest, limits):
         wanted = TOKENS_PER_PARAMETER * smallest.model.params_nanogpt
         tokens = limits.tokens or smallest.data.total_tokens
@@ -215,7 +210,7 @@ def _why_largest(now: Plan, options: list[Option]) -> Iterator[str]:
     config = now.config
     asked = "fits as it is" if now.memory.fits else "does not fit as it is"
     batch = f"{config.batch_size} × {config.gradient_accumulation_steps}"
-    yield f"asked: {layers(config.n_layer)} × {config.n_embd}, {batch}; it {asked}"
+    yield f"asked: {counted(config.n_layer, 'layer')} × {config.n_embd}, {batch}; it {asked}"
     if options and (greatest := max(options, key=_parameters)) is not options[0]:
         yield (
             f"more parameters, in other proportions: {greatest.name}, {count(_parameters(greatest))} where the first "
@@ -232,7 +227,7 @@ def _why_largest(now: Plan, options: list[Option]) -> Iterator[str]:
 
 def _why_proposed(plan: Plan, loaded: LoadedConfig, limits: Limits) -> Iterator[str]:
     data, hours, length = plan.data, limits.hours, _length(plan, loaded, limits)
-    yield f"tokens: {count(data.total_tokens)}, {length}; that is {data.tokens_per_param:,.0f} a parameter"
+    yield f"tokens: {count(data.total_tokens)}, {length}; that is {figure(data.tokens_per_param)} a parameter"
     kept = [f"trains in {hours:g} h" if hours is not None else "", "fits", "has 20 tokens a parameter or more"]
     yield f"size: the largest near GPT-2's proportions that {', '.join(limit for limit in kept if limit)}"
     if data.epochs is not None:

@@ -3,7 +3,7 @@ it, and the changes that people are told to try."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import TypeVar
 
@@ -11,10 +11,12 @@ import msgspec
 
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
-from oomph.config.settle import follows
+from oomph.config.schema import TRANSFORMERS
+from oomph.config.settle import follows, keeps_cache
 from oomph.devices import Device
 from oomph.fitting.estimate import period_of
 from oomph.fitting.result import Fidelity, KeyValue
+from oomph.units import counted
 
 # Tokens; 0, all at once, is tried too. By the clock, over 1,600 drawn models, cards and amounts of room, the fastest
 # setting with these is 0.07 % slower in the mean than with 256, 16384 and 32768 beside them, and 1 % in the worst
@@ -58,10 +60,12 @@ class Ladder(msgspec.Struct, frozen=True):
     config: TrainConfig  # of the lowest rung
     counts: tuple[int, ...]  # of checkpointed blocks, rising
     expandable_segments: tuple[bool, ...]  # the config's own first: they take the same time
+    is_cache_given: bool = True  # else the program decides on every rung whether it keeps keys and values
 
     def at(self, rung: int) -> TrainConfig:
         """The setting on a rung, with the segments that are tried first."""
-        return msgspec.structs.replace(self.config, checkpoint_layers=self.counts[rung])
+        config = msgspec.structs.replace(self.config, checkpoint_layers=self.counts[rung])
+        return config if self.is_cache_given else msgspec.structs.replace(config, use_cache=keeps_cache(config))
 
     def both(self, rung: int) -> list[TrainConfig]:
         """The settings on a rung, one a kind of segments."""
@@ -103,18 +107,22 @@ def programs(loaded: LoadedConfig, device: Device) -> dict[str, TrainingProgram]
         settled = configs.settle(each, device).config
         ours = key == "oomph"
         own = (settled.loss_chunk or 0, settled.checkpoint_layers)
-        counts = {"oomph": range(settled.n_layer + 1), "hf": (0, settled.n_layer)}.get(key, ())
         result[key] = TrainingProgram(
             key=key,
             loaded=each,
             settled=settled,
             compile=_own_first(settled.compile, (True, False)) if compiles else (False,),
             loss_chunk=_own_first(own[0], (0, *LOSS_CHUNKS)) if ours and not settled.return_logits else own[:1],
-            checkpoint_layers=_own_first(own[1], counts),
+            checkpoint_layers=_own_first(own[1], _counts(key, settled.n_layer)),
             optimizer_loop=_own_first(settled.optimizer_loop or "fused", ("fused",) if ours else ()),
             expandable_segments=_own_first(settled.expandable_segments, (False, True) if on_gpu else ()),
         )
     return result
+
+
+def _counts(key: str, layers: int) -> Sequence[int]:
+    """How many of its blocks a program can be told to checkpoint: transformers' models all or none."""
+    return range(layers + 1) if key == "oomph" else (0, layers) if key in TRANSFORMERS else ()
 
 
 def _runners(loaded: LoadedConfig) -> list[tuple[str, LoadedConfig]]:
@@ -190,7 +198,7 @@ def ladders(program: TrainingProgram) -> Iterator[Ladder]:
                 checkpoint_layers=counts[0],
                 optimizer_loop=loop,
             )
-            yield Ladder(lowest, counts, program.expandable_segments)
+            yield Ladder(lowest, counts, program.expandable_segments, program.loaded.said("use_cache"))
 
 
 def variant(program: TrainingProgram, changes: dict[str, KeyValue], device: Device) -> TrainingProgram:
@@ -202,7 +210,7 @@ def variant(program: TrainingProgram, changes: dict[str, KeyValue], device: Devi
 def resized(program: TrainingProgram, changes: dict[str, KeyValue], device: Device) -> TrainingProgram:
     """The program running a model of another size, with as many blocks to checkpoint as that has."""
     other = variant(program, changes, device)
-    counts = _own_first(other.settled.checkpoint_layers, range(other.settled.n_layer + 1))
+    counts = _own_first(other.settled.checkpoint_layers, _counts(program.key, other.settled.n_layer))
     return msgspec.structs.replace(other, checkpoint_layers=counts)
 
 
@@ -263,16 +271,26 @@ def nearly_rows(programs: dict[str, TrainingProgram], asked: str, has_bf16: bool
     """What changes the arithmetic a little: other number formats, an optimizer with a smaller state."""
     last, program = list(programs.items())[-1]
     ours = program.settled
-    half = "bfloat16" if has_bf16 else "float16"
+    dtype = "bfloat16" if has_bf16 else "float16"
     if ours.dtype == "float32":
         effect = "products are rounded to 8 or 11 significant bits; losses differ in the third digit"
-        yield SearchRow(f"{half} autocast", asked, {"dtype": half}, "nearly", effect)
+        yield SearchRow(f"{dtype} autocast", asked, {"dtype": dtype}, "nearly", effect)
     if ours.optimizer == "adamw":
         effect = "Adam's moments in 8 bits, block by block; on par in its authors' runs (arXiv 2110.02861)"
         yield SearchRow("8-bit Adam", last, {"optimizer": "adamw8bit"}, "nearly", effect)
     if ours.autocast and has_bf16 and ours.dtype != "float32":
         effect = "weights keep 8 significant bits: small updates are lost late in the run, so the final loss is worse"
         yield SearchRow("bfloat16 throughout", last, {"dtype": "bfloat16", "autocast": False}, "nearly", effect)
+
+
+def together(rows: Sequence[SearchRow]) -> SearchRow | None:
+    """What saves the most of the weights and of the optimizer's state at once; None where only one of them is left."""
+    both = [row for row in rows if row.changes.get("autocast") is False or "optimizer" in row.changes]
+    if len(both) < 2:
+        return None
+    changes = {key: value for row in both for key, value in row.changes.items()}
+    name, effect = " and ".join(row.name for row in both), "; ".join(row.effect for row in both)
+    return SearchRow(name, both[0].program, changes, "nearly", effect)
 
 
 def different_rows(program: TrainingProgram) -> Iterator[SearchRow]:
@@ -282,20 +300,19 @@ def different_rows(program: TrainingProgram) -> Iterator[SearchRow]:
         size = config.batch_size // 2
         name = "half the batch" if 2 * size == config.batch_size else "a smaller batch"
         sequences = size * config.gradient_accumulation_steps
-        effect = (
-            f"noisier gradients ({sequences} sequences a step) and {_tokens(size, config.batch_size)} in as many steps"
-        )
+        fewer = f"{_tokens(size, config.batch_size)} in as many steps"
+        effect = f"noisier gradients ({counted(sequences, 'sequence')} a step) and {fewer}"
         yield SearchRow(name, key, {"batch_size": size}, "different", effect)
-    fewer = config.n_layer * 3 // 4
-    if 0 < fewer < config.n_layer:
-        yield SearchRow("fewer layers", key, shallower(config, fewer), "different", "a smaller model: it learns less")
+    layers = config.n_layer * 3 // 4
+    if 0 < layers < config.n_layer:
+        yield SearchRow("fewer layers", key, shallower(config, layers), "different", "a smaller model: it learns less")
     narrower = config.n_embd * 2 // 3 // HEAD_SIZE * HEAD_SIZE
     if 0 < narrower < config.n_embd:
         effect = "a smaller model: it learns less"
-        yield SearchRow("narrower", key, {"n_embd": narrower, "n_head": narrower // HEAD_SIZE}, "different", effect)
+        yield SearchRow("narrower", key, of_width(config, narrower), "different", effect)
     if config.block_size >= 2:
         block = config.block_size // 2
-        effect = f"sees {block} tokens back, and {_tokens(block, config.block_size)} in as many steps"
+        effect = f"sees {counted(block, 'token')} back, and {_tokens(block, config.block_size)} in as many steps"
         yield SearchRow("half the context", key, {"block_size": block}, "different", effect)
 
 
@@ -309,4 +326,18 @@ def shallower(config: TrainConfig, layers: int) -> dict[str, KeyValue]:
     changes: dict[str, KeyValue] = {"n_layer": layers}
     if config.checkpoint_layers > layers:
         changes["checkpoint_layers"] = layers
+    return changes
+
+
+def of_width(config: TrainConfig, width: int) -> dict[str, KeyValue]:
+    """The change to another width, with heads of `HEAD_SIZE`; or, of a model whose heads have a size of their own, with
+    as many to the width as it has. What is set for keys and values stays in proportion."""
+    own_size = config.head_dim is not None and config.head_dim * config.n_head != config.n_embd
+    heads = max(1, round(width * config.n_head / config.n_embd)) if own_size else width // HEAD_SIZE
+    changes: dict[str, KeyValue] = {"n_embd": width, "n_head": heads}
+    if config.head_dim is not None and not own_size:
+        changes["head_dim"] = HEAD_SIZE
+    if config.num_key_value_heads is not None:
+        most = heads * config.num_key_value_heads // config.n_head
+        changes["num_key_value_heads"] = next(size for size in divisors(heads) if size <= max(1, most))
     return changes

@@ -126,13 +126,23 @@ def _fresh(fit: Fit, option: Option, toml: bool) -> str:
     lines = [f"# {line}" for line in wrap(f"{_headline(fit, option)}.", 118)]
     for reason in reasons:
         lines += [f"# {line}" for line in wrap(f"- {reason}.", 110, subsequent_indent="  ")]
-    config, plain = option.plan.config, TrainConfig()
-    for key in config.__struct_fields__:
-        value = getattr(config, key)
-        said = key in option.changes or fit.loaded.said(key)
-        if said and value is not None and value != getattr(plain, key):
-            lines.append(entry(key, value, toml, config.trainer))
+    config = option.plan.config
+    lines += [entry(key, getattr(config, key), toml, config.trainer) for key in _stated(fit, option, toml)]
     return "\n".join(lines) + "\n"
+
+
+def _stated(fit: Fit, option: Option, toml: bool) -> list[str]:
+    """The keys of a new file: the program and its model where the format means another, then what was set or chosen
+    and is not their default."""
+    config, plain = option.plan.config, TrainConfig(trainer="oomph" if toml else "nanogpt")
+    which = {key: getattr(config, key) for key in ("trainer", "model_type")}
+    defaults = configs.from_dict(which).config
+    keys = [key for key, value in which.items() if value != getattr(plain, key)]
+    for key in config.__struct_fields__:
+        said = key in option.changes or fit.loaded.said(key)
+        if said and key not in which and getattr(config, key) not in (None, getattr(defaults, key)):
+            keys.append(key)
+    return keys
 
 
 def _headline(fit: Fit, option: Option) -> str:

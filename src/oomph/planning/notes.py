@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
-from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, release
-from oomph.config.settle import FLASH_CAPABILITY, FLASH_HEAD_SIZE
+from oomph.config.schema import EARLIEST_TRANSFORMERS, TRANSFORMERS, keys, release
+from oomph.config.settle import FLASH_CAPABILITY, FLASH_HEAD_SIZE, follows
 from oomph.devices import Device
 from oomph.errors import Problem
-from oomph.units import MIB
+from oomph.step.build import keys_read
+from oomph.units import MIB, counted
 
 if TYPE_CHECKING:
     from oomph.step.trace.cache import TracedModel
@@ -19,6 +23,8 @@ TILE = 64  # widths and vocabularies that are multiples of it keep products at t
 SMALL_VOCABULARY = 1024  # below it the head takes too small a share of the time to matter
 SMALL_WIDTH = 256  # below it no product fills a card anyway
 
+SHARED = ("dropout", "bias")  # nanoGPT's keys that other architectures may have, or not
+AROUND = ("torch_version", "transformers_version", "dataset_tokens", "seed", "expandable_segments")  # not of a model
 DECIDED_BY_THE_MODEL = (
     "n_layer", "n_head", "n_embd", "vocab_size", "dropout", "bias", "tie_weights", "init_from", "return_logits",
     "loss_chunk", "checkpoint_layers",
@@ -31,7 +37,7 @@ def notes(loaded: LoadedConfig, device: Device, own_model: str | None) -> list[s
     return [
         *warnings(loaded.config, device),
         *_assumptions(loaded, device),
-        *(_not_used(loaded, own_model) if own_model else []),
+        *(_not_used(loaded, own_model) if own_model else _without_effect(loaded, device)),
         *(f"Planned as asked, but it cannot run: {problem}" for problem in cannot_run),
     ]
 
@@ -50,12 +56,15 @@ def _assumptions(loaded: LoadedConfig, device: Device) -> list[str]:
     if config.trainer in TRANSFORMERS and release(config.transformers_version) < EARLIEST_TRANSFORMERS:
         earliest = ".".join(map(str, EARLIEST_TRANSFORMERS))
         found.append(
-            f"transformers {config.transformers_version} is older than what is described: planned as {earliest} runs"
+            f"transformers {config.transformers_version}: what changed in its models before {earliest} is not described"
         )
     if config.eval_only:
         found.append("eval_only is set: memory and hours are those of the one evaluation that runs")
     if config.world_size > 1:
         found.append("Memory is one device's. The time devices spend exchanging gradients is not in the step time")
+        if config.trainer in TRANSFORMERS:
+            own = counted(config.gradient_accumulation_steps // config.world_size, "micro-step")
+            found.append(f"gradient_accumulation_steps counts those of all devices: {own} each, as the program counts")
     if loaded.said("dataset") and not loaded.said("vocab_size") and config.dataset_tokens is None:
         found.append(
             f"No data/{config.dataset} was found here: a vocabulary of {config.vocab_size:,} is assumed "
@@ -73,6 +82,30 @@ def _not_used(loaded: LoadedConfig, model: str) -> list[str]:
         if loaded.config.checkpoint_layers:
             found.append("checkpoint_layers: transformers checkpoints all blocks or none, here all")
     return [*found, *([f"Not used, because your own model decides it: {', '.join(unused)}"] if unused else [])]
+
+
+def _without_effect(loaded: LoadedConfig, device: Device) -> list[str]:
+    """Which of the keys that were given neither the program nor the architecture looks at, by themselves or through a
+    key that follows from them."""
+    config = loaded.config
+    own = [key.name for key in keys().values() if (key.whose == "oomph" or key.name in SHARED)]
+    given = [key for key in own if key not in AROUND and loaded.said(key) and not follows(config, key)]
+    if not given:
+        return []
+    read = keys_read(config, device.kind != "cpu")
+    usual = configs.from_dict({"trainer": config.trainer, "model_type": config.model_type}).config
+    decided = {key: None for key, where in loaded.sources.items() if where.startswith("default: ")}
+    idle = []
+    for key in given:
+        if key in read or getattr(config, key) in (None, getattr(usual, key)):
+            continue
+        unset = {name: None for name in decided if keys()[name].optional} | {key: getattr(usual, key)}
+        without = msgspec.structs.replace(loaded, config=msgspec.structs.replace(config, **unset))
+        other = configs.settle(without, device).config
+        if all(getattr(other, name) == getattr(config, name) for name in read):
+            idle.append(key)
+    what = f"trainer = {config.trainer!r} and model_type = {config.model_type!r}"
+    return [f"Given, but changes nothing with {what}: {', '.join(idle)}"] if idle else []
 
 
 def about_own_model(found: TracedModel, config: TrainConfig) -> tuple[str, ...]:
@@ -187,15 +220,17 @@ def _old_cards(config: TrainConfig, device: Device) -> list[str]:
 
 def _shapes(config: TrainConfig) -> list[str]:
     said = []
-    head_size, rest = divmod(config.n_embd, config.n_head)
-    if rest == 0 and head_size % TENSOR_CORE_STEP:
-        said.append(_uneven_heads(config.n_embd, config.n_head, head_size))
-    elif rest == 0 and config.n_embd % TILE and config.n_embd >= SMALL_WIDTH:
+    head_size = config.head_dim or config.n_embd // config.n_head
+    follows = head_size * config.n_head == config.n_embd  # else the config gives heads a size of their own
+    if head_size % TENSOR_CORE_STEP:
+        said.append(_uneven_heads(config, head_size, follows))
+    elif config.n_embd % TILE and config.n_embd >= SMALL_WIDTH:
+        heads = f", with heads of {TILE}" if follows else ""
         said.append(
             f"n_embd={config.n_embd} is not a multiple of {TILE}, so matrix products waste part of a tile; near it: "
-            f"{_either(*_multiples(config.n_embd, TILE))}, with heads of {TILE}."
+            f"{_either(*_multiples(config.n_embd, TILE))}{heads}."
         )
-    if rest == 0 and head_size > FLASH_HEAD_SIZE and config.attention == "flash":
+    if head_size > FLASH_HEAD_SIZE and config.attention == "flash":
         said.append(
             f"Flash attention takes heads of at most {FLASH_HEAD_SIZE}, and these have {head_size}: PyTorch falls back "
             "to a slower kernel; use more heads."
@@ -209,16 +244,19 @@ def _shapes(config: TrainConfig) -> list[str]:
     return said
 
 
-def _uneven_heads(n_embd: int, n_head: int, head_size: int) -> str:
+def _uneven_heads(config: TrainConfig, head_size: int, follows: bool) -> str:
+    n_embd, n_head = config.n_embd, config.n_head
     padded = -(-head_size // TENSOR_CORE_STEP) * TENSOR_CORE_STEP
+    slow = f"attention pads each to {padded} and its products miss the fast tensor-core path"
+    if not follows:
+        return f"heads of head_dim={head_size} are not a multiple of {TENSOR_CORE_STEP}: {slow}; near it: {padded}."
     widths = _either(*_multiples(n_embd, TENSOR_CORE_STEP * n_head))
     heads = [count for count in range(1, n_embd // TENSOR_CORE_STEP + 1) if n_embd % (count * TENSOR_CORE_STEP) == 0]
     fitting = [count for count in heads if 32 <= n_embd // count <= 128]
     other = f", or n_head={min(fitting, key=lambda count: abs(count - n_head))}" if fitting else ""
     return (
         f"n_embd={n_embd} with n_head={n_head} gives heads of {head_size}, not a multiple of {TENSOR_CORE_STEP}: "
-        f"attention pads each to {padded} and its products miss the fast tensor-core path; "
-        f"near it: n_embd={widths}{other}."
+        f"{slow}; near it: n_embd={widths}{other}."
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from oomph.planning.plan import Plan
-from oomph.step.ops import Kind
-from oomph.units import mib
+from oomph.step.ops import Kernel, Kind, Phase
+from oomph.units import counted, mib
 
 LOGITS_SHARE = 0.5  # a buffer of at least this share of the half-precision logits counts as one of their size
 
@@ -40,7 +40,7 @@ def _logits(about: Plan) -> str | None:
         return None
     held = mib(sum(buffer.bytes for buffer in large))
     names = ", ".join(dict.fromkeys(buffer.name for buffer in large))
-    tokens = f"{config.batch_size} × {config.block_size} tokens × a vocabulary of {config.vocab_size:,}"
+    tokens = f"{config.batch_size} × {counted(config.block_size, 'token')} × a vocabulary of {config.vocab_size:,}"
     count = "one buffer" if len(large) == 1 else f"{len(large)} buffers"
     return f"{count} of the logits' size ({tokens}): {names}; {_share(about, held)}"
 
@@ -50,9 +50,15 @@ def _layers(about: Plan) -> str:
     if about.traced:
         return f"what the forward keeps for the backward holds {_share(about, held)}"
     layers = about.config.n_layer
-    scores = "" if about.config.attention == "math" else "; the T × T scores of attention are never stored"
+    scores = "; the T × T scores of attention are never stored" if _is_fused(about) else ""
     keep = "the layer keeps" if layers == 1 else f"the {layers} layers keep"
     return f"{keep} {_share(about, held)}, {held / layers:,.0f} MiB each{scores}"
+
+
+def _is_fused(about: Plan) -> bool:
+    """Whether one kernel computes each block's attention, as none does where PyTorch falls back to plain products."""
+    forward = [op for op in about.steps[-1].sections[0].ops if op.phase in (Phase.FORWARD, Phase.EVAL)]
+    return sum(op.kernel is Kernel.ATTENTION for op in forward) >= about.config.n_layer
 
 
 def _weights(about: Plan, shares: dict[str, float]) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from oomph import config as configs
 from oomph import devices
 from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.schema import TRANSFORMERS
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
 from oomph.planning.notes import about_own_model, notes
@@ -34,7 +35,7 @@ PROGRAMS = {
 }  # fmt: skip
 OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}  # whose plan is shown beside that of the one asked for
 Config = LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-POSITIONS = "transformer.wpe.weight"  # nanoGPT counts its parameters without them
+POSITIONS = "transformer.wpe.weight"  # nanoGPT counts its parameters without them, and so does oomph train
 # Keys that change neither an operation nor a buffer of a step: configs that differ in these alone share their steps.
 NOT_IN_A_STEP = (
     "out_dir", "eval_interval", "log_interval", "always_save_checkpoint", "wandb_log", "wandb_project",
@@ -62,7 +63,7 @@ class Model(msgspec.Struct, frozen=True):
     """The model's size, counted in several ways."""
 
     params: int
-    params_nanogpt: int  # without position embeddings: what nanoGPT prints
+    params_nanogpt: int  # as its program prints them: nanoGPT leaves its position embeddings out
     decay_params: int
     no_decay_params: int
     decay_tensors: int
@@ -179,7 +180,7 @@ def plan(
     built = _traced(model, settled, chosen) if model else _described(settled, chosen)
     if device is None and chosen.kind == "cpu":
         chosen = choose_device(None, settled)  # measuring the CPU takes seconds: only once nothing can be wrong
-    steps, counts = built.steps, _model(built)
+    steps, counts = built.steps, _model(built, settled.trainer)
     compute, data = _compute(settled, steps[1], traced=model is not None), _data(settled, counts)
     times = clock.predict_times(steps[1], settled, chosen)
     running = _runs(steps, settled)
@@ -305,15 +306,16 @@ def _traced(model: str, config: TrainConfig, device: Device) -> _Built:
     return _Built(facts.parameters, (first, later), about_own_model(found, config), frozenset(frozen), found.source)
 
 
-def _model(built: _Built) -> Model:
+def _model(built: _Built, trainer: str) -> Model:
     parameters = built.parameters
+    left_out = [p for p in parameters if p.name == POSITIONS and trainer not in TRANSFORMERS]
     trained = [p for p in parameters if p.name not in built.frozen]
     decayed = [p for p in trained if p.decayed]
     kept = [p for p in trained if not p.decayed]
     total = sum(p.numel for p in parameters)
     return Model(
         params=total,
-        params_nanogpt=total - sum(p.numel for p in parameters if p.name == POSITIONS),
+        params_nanogpt=total - sum(p.numel for p in left_out),
         decay_params=sum(p.numel for p in decayed),
         no_decay_params=sum(p.numel for p in kept),
         decay_tensors=len(decayed),

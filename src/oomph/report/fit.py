@@ -6,12 +6,12 @@ import msgspec
 
 from oomph.config import TrainConfig, usual_loss_chunk
 from oomph.fitting.cards import CardOption, Cards
-from oomph.fitting.propose import MAKES_ROOM, layers
+from oomph.fitting.propose import MAKES_ROOM
 from oomph.fitting.result import Fit, Option
 from oomph.fitting.verdict import PATCH, WHY_SAFE
 from oomph.report import document as doc
 from oomph.report.plan import heading, memory_bar
-from oomph.units import count
+from oomph.units import count, counted
 
 SECTIONS = {
     "same": "fits, and the training is the same",
@@ -71,7 +71,9 @@ def document(fit: Fit) -> doc.Document:
     weighed = f"{fit.evaluated:,} settings weighed; every one shown is simulated in full on this card."
     parts.append(doc.Text(weighed, shown="detail"))
     hidden = len(fit.options) - len(_first(fit))
-    more = f"{hidden} more options, why, and what each changes" if hidden else "why, and what there is to know"
+    more = (
+        f"{counted(hidden, 'more option')}, why, and what each changes" if hidden else "why, and what there is to know"
+    )
     return doc.Document(tuple(parts), more)
 
 
@@ -119,11 +121,11 @@ def describe(option: Option | CardOption) -> str:
 def _words(config: TrainConfig) -> dict[str, str]:
     """What is said of each key where it is new."""
     return {
-        "n_layer": layers(config.n_layer),
+        "n_layer": counted(config.n_layer, "layer"),
         "n_embd": f"width {config.n_embd}",
         "block_size": f"block {config.block_size}",
         "compile": "compiled" if config.compile else "not compiled",
-        "checkpoint_layers": f"{config.checkpoint_layers} block{'s' * (config.checkpoint_layers != 1)} checkpointed",
+        "checkpoint_layers": f"{counted(config.checkpoint_layers, 'block')} checkpointed",
         "optimizer": config.optimizer,
         "optimizer_loop": f"{config.optimizer_loop} optimizer",
         "dtype": config.dtype or "",
@@ -135,7 +137,7 @@ def _words(config: TrainConfig) -> dict[str, str]:
 def describe_model(option: Option) -> str:
     """A model in few words: its size, the batch, and what else makes room for it."""
     config = option.plan.config
-    size = f"{layers(config.n_layer)} × {config.n_embd}, {count(option.plan.model.params_nanogpt)}"
+    size = f"{counted(config.n_layer, 'layer')} × {config.n_embd}, {count(option.plan.model.params_nanogpt)}"
     said = [word for key, word in _words(config).items() if key in option.changes and key in MAKES_ROOM]
     return ", ".join([size, f"{config.batch_size} × {config.gradient_accumulation_steps}", *said])
 

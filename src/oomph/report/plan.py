@@ -15,7 +15,7 @@ from oomph.predict.memory import Footprint
 from oomph.predict.run_time import CHECKPOINT_BYTES_PER_S, COMPILE_HIGH, COMPILE_LOW, NANOGPT_PEAK_FLOPS, Time
 from oomph.report import document as doc
 from oomph.report.timeline import area, sparkline
-from oomph.units import count, duration, memory_size, money, scientific, tflops
+from oomph.units import count, counted, duration, figure, memory_size, money, scientific, tflops
 
 SPARKLINE_COLUMNS = 78
 MARKS: dict[bool | None, doc.Mark] = {True: "yes", False: "no", None: "info"}
@@ -134,7 +134,7 @@ def document(plans: Sequence[Plan], summary: Summary) -> doc.Document:
     parts.append(doc.Facts(tuple(_in_a_line(plans[0])), shown="short"))
     parts.append(doc.Facts(summary.facts, shown="detail"))
     parts += doc.sentences("to know", summary.notes)
-    more = f"every component, what holds the peak, {_of(len(summary.notes), 'note')}"
+    more = f"every component, what holds the peak, {counted(len(summary.notes), 'note')}"
     return doc.Document(tuple(parts), more)
 
 
@@ -180,7 +180,7 @@ def _in_a_line(plan: Plan) -> Iterator[tuple[str, str]]:
         return
     span = "" if time.basis == "given" else f" ({_between(3600 * time.low_hours, 3600 * time.high_hours)})"
     pace = f"{duration(time.step_ms / 1e3)} a step, {time.tokens_per_s:,.0f} tokens/s"
-    yield "time", f"{pace}; {_of(plan.config.max_iters, 'step')}: {duration(3600 * time.hours)}{span}"
+    yield "time", f"{pace}; {counted(plan.config.max_iters, 'step')}: {duration(3600 * time.hours)}{span}"
     if energy is not None:
         machine = f"{energy.machine_cost:,.2f} for the machine"
         yield "cost", f"{energy.kwh:,.1f} kWh, {money(energy.cost, energy.currency)}; {machine}{_rent(energy)}"
@@ -203,34 +203,30 @@ def _title(plan: Plan) -> str:
     config = plan.config
     if plan.traced:
         frozen = f", {count(plan.model.params_frozen)} of them frozen" if plan.model.params_frozen else ""
-        called = f"called with {config.block_size} tokens a sequence"
+        called = f"called with {counted(config.block_size, 'token')} a sequence"
         return f"{plan.program}, {count(plan.model.params)} parameters{frozen}, {called}"
     name, size = ARCHITECTURES[config.model_type], count(plan.model.params_nanogpt)
-    shape = f"{_of(config.n_layer, 'layer')} × {config.n_embd}, {config.n_head} heads"
+    shape = f"{counted(config.n_layer, 'layer')} × {config.n_embd}, {counted(config.n_head, 'head')}"
     return f"{name}, {size} parameters: {shape}, block {config.block_size}, vocab {config.vocab_size:,}"
 
 
 def _setting(plan: Plan) -> str:
     config = plan.config
     devices = f" on {config.world_size} devices" if config.world_size > 1 else ""
-    extras = [f"first {config.checkpoint_layers} blocks checkpointed"] if config.checkpoint_layers else []
+    extras = [f"first {counted(config.checkpoint_layers, 'block')} checkpointed"] if config.checkpoint_layers else []
     extras += [f"dropout {config.dropout:g}"] if config.dropout else []
     how = "compiled" if config.compile else "eager"
     return ", ".join(
         [
-            f"{_of(config.batch_size, 'sequence')} × "
-            f"{_of(config.gradient_accumulation_steps, 'micro-step')}{devices} = "
-            f"{plan.data.tokens_per_step:,} tokens a step",
+            f"{counted(config.batch_size, 'sequence')} × "
+            f"{counted(config.gradient_accumulation_steps, 'micro-step')}{devices} = "
+            f"{counted(plan.data.tokens_per_step, 'token')} a step",
             f"{config.dtype}{'' if config.autocast or config.dtype == 'float32' else ' throughout'}",
             f"{config.optimizer} ({config.optimizer_loop})",
             f"{how} with torch {config.torch_version}",
             *extras,
         ]
     )
-
-
-def _of(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
 def _verdict(plan: Plan) -> ProgramVerdict:
@@ -325,7 +321,7 @@ def _use(plan: Plan) -> str:
     time = plan.time
     assert time is not None
     own = f", {100 * time.mfu:.1f} % of this device's own peak" if time.mfu is not None else ""
-    if plan.traced:
+    if plan.traced or plan.config.trainer != "nanogpt":
         return f"{tflops(time.tflops)}{own}"
     return (
         f"{tflops(time.tflops)}{own}; nanoGPT will print mfu {100 * time.mfu_nanogpt:.1f} %, "
@@ -338,10 +334,9 @@ def _data(plan: Plan) -> str:
     epochs = (
         f", {data.epochs:.2f} passes over {count(data.dataset_tokens)}" if data.epochs and data.dataset_tokens else ""
     )
-    return (
-        f"{plan.config.max_iters:,} steps = {count(data.total_tokens)} tokens{epochs}, "
-        f"{data.tokens_per_param:,.0f} a parameter"
-    )
+    steps = counted(plan.config.max_iters, "step")
+    tokens = "1 token" if data.total_tokens == 1 else f"{count(data.total_tokens)} tokens"
+    return f"{steps} = {tokens}{epochs}, {figure(data.tokens_per_param)} a parameter"
 
 
 def _compute(plan: Plan) -> str:
@@ -357,11 +352,11 @@ def _parts(time: Time) -> str:
     """The whole run as the sum of what it does."""
     parts = [f"steps {duration(3600 * time.train_hours)}"] if time.train_hours else []
     if time.eval_hours:
-        parts.append(f"{_of(time.evaluations, 'evaluation')} {duration(3600 * time.eval_hours)}")
+        parts.append(f"{counted(time.evaluations, 'evaluation')} {duration(3600 * time.eval_hours)}")
     if time.checkpoints:
         each, rate = f"{time.checkpoint_mib:,.0f} MiB", f"{CHECKPOINT_BYTES_PER_S / 1e6:.0f} MB/s"
         whole = duration(3600 * time.checkpoint_hours)
-        parts.append(f"{_of(time.checkpoints, 'checkpoint')} of {each} {whole} (at {rate})")
+        parts.append(f"{counted(time.checkpoints, 'checkpoint')} of {each} {whole} (at {rate})")
     if time.compile_s:
         low, high = (duration(time.compile_s * share) for share in (COMPILE_LOW, COMPILE_HIGH))
         parts.append(f"compiling in the first step {duration(time.compile_s)} ({low} to {high})")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text as Styled
@@ -79,13 +81,16 @@ class _Page:
                 blocks = Styled(part.blocks, style=doc.look("activations")[0], **cut)  # type: ignore[arg-type]
                 return [Styled(part.title, style="bold"), blocks, Styled(part.labels, **cut)]  # type: ignore[arg-type]
             case doc.Code():
-                return [*_heading(part.heading), Styled(part.lines), Styled(part.text)]
+                code = Styled(part.lines, no_wrap=True, overflow="ignore")  # a line cut in two is no longer code
+                return [*_heading(part.heading), code, Styled(part.text)]
             case doc.Text():
                 return [*_heading(part.heading), Styled(part.text, style="" if part.heading else "dim")]
             case doc.Next():
-                line = Styled.assemble("→ ", (part.command, "bold"))
-                gap = "  " if len(line) + 2 + len(part.what) <= self.width else "\n  "
-                return [line.append(f"{gap}{part.what}")]
+                *lines, last = _command(part.command, self.width - GAP)
+                short = not lines and len(last) + GAP + len(part.what) <= self.width - GAP
+                shown = Styled("→ ", no_wrap=True, overflow="ignore")
+                shown.append("\n".join((*(f"{line} \\" for line in lines), last)), "bold")
+                return [shown.append(f"  {part.what}")] if short else [shown, Styled(f"  {part.what}")]
         raise TypeError(part)
 
     def glyph(self, part: str) -> tuple[str, str]:
@@ -153,6 +158,17 @@ def segments(parts: tuple[tuple[str, float], ...], full_mib: float, cells: int) 
             result.append((name, end - filled))
             filled = end
     return result
+
+
+def _command(command: str, width: int) -> list[str]:
+    """A shell command in lines of that width, without the backslashes that join them, cut between its words alone."""
+    lines: list[str] = []
+    for word in map(shlex.quote, shlex.split(command)):
+        if lines and len(lines[-1]) + 1 + len(word) + len(" \\") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}" if lines else word)
+    return lines
 
 
 def _mark(mark: str) -> Styled:

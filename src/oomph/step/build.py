@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
-from oomph.config.schema import TRANSFORMERS, TrainConfig
+import msgspec
+
+from oomph.config.schema import KEYS, TRANSFORMERS, TrainConfig
 from oomph.step import loop
 from oomph.step.compile import programs
 from oomph.step.kernels import RANDOM_STATE_BYTES
@@ -67,6 +70,27 @@ def build(
         step = _with_random_state(step)
     buckets = gradient_buckets(config, parameters(config) if config.world_size > 1 else ())
     return Step((*step.resident, *buckets), step.sections) if buckets else step
+
+
+def keys_read(config: TrainConfig, cuda: bool = True) -> frozenset[str]:
+    """The keys that the program and the architecture of a settled config look at, found by running a small one."""
+    layers = min(2, config.n_layer)
+    few = {"n_layer": layers, "checkpoint_layers": min(layers, config.checkpoint_layers), "batch_size": 1}
+    few |= {"block_size": min(8, config.block_size), "compile": False, "gradient_accumulation_steps": config.world_size}
+    return _keys_read(msgspec.structs.replace(config, **few), cuda)
+
+
+@lru_cache(maxsize=64)  # a search asks it of many settings, and few of them differ when made small
+def _keys_read(config: TrainConfig, cuda: bool) -> frozenset[str]:
+    found: set[str] = set()
+
+    class Watched(TrainConfig, frozen=True):
+        def __getattribute__(self, name: str) -> Any:
+            found.add(name)
+            return super().__getattribute__(name)
+
+    build(Watched(**{key: getattr(config, key) for key in KEYS}), cuda)
+    return frozenset(found.intersection(KEYS))
 
 
 def _with_random_state(step: Step) -> Step:

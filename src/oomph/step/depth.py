@@ -91,18 +91,12 @@ class UnlikeBlocksError(Exception):
 
 
 def deepened(
-    sections: Sequence[Sequence[Op]], grads: Mapping[str, Buffer], gap: Gap
-) -> tuple[list[tuple[Op, ...]], dict[str, Buffer]]:
-    """Sections and gradients with the blocks of a gap filled in."""
+    sections: Sequence[Sequence[Op]], named: Sequence[Mapping[str, Buffer]], gap: Gap
+) -> tuple[list[tuple[Op, ...]], list[dict[str, Buffer]]]:
+    """Sections and buffers known by name, such as the gradients, with the blocks of a gap filled in."""
     copying = _Copying(sections, gap)
     result = [tuple(copying.section(ops)) for ops in sections]
-    more: dict[str, Buffer] = {}
-    for name, buffer in grads.items():
-        more[name] = buffer
-        if copying.places.get(buffer, (None, 0))[0] == 0:
-            for copy in range(1, gap.copies + 1):
-                more[copying.renamed(name, copy)] = copying.of(buffer, copy)
-    return result, more
+    return result, [copying.more(each) for each in named]
 
 
 class _Copying:
@@ -153,6 +147,16 @@ class _Copying:
         if at < 0:
             return self.before[index]
         return self.after[index] if at > self.gap.copies else self.copies[at][index]
+
+    def more(self, named: Mapping[str, Buffer]) -> dict[str, Buffer]:
+        """Buffers by name, those of the copies too."""
+        found: dict[str, Buffer] = {}
+        for name, buffer in named.items():
+            found[name] = buffer
+            if self.places.get(buffer, (None, 0))[0] == 0:
+                for copy in range(1, self.gap.copies + 1):
+                    found[self.renamed(name, copy)] = self.of(buffer, copy)
+        return found
 
     def section(self, ops: Sequence[Op]) -> list[Op]:
         result: list[Op] = []

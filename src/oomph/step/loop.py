@@ -46,6 +46,16 @@ class Loop:
         self.logits: Storage | None = None
         self.loss: Storage | None = None
 
+    @property
+    def returns_logits(self) -> bool:
+        """Whether the model's call hands them to the loop."""
+        return bool(self.config.return_logits)
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether the loss is computed in chunks of tokens."""
+        return bool(self.config.loss_chunk)
+
     def start(self) -> None:
         """What the variables hold as a step begins: what the one before it has left."""
         config, hold = self.config, self.tape.ledger.hold
@@ -54,9 +64,9 @@ class Loop:
             self._tokens(hold("batch.x", 8 * rows, Kind.INPUTS)),
             self._tokens(hold("batch.y", 8 * rows, Kind.INPUTS)),
         )
-        if config.return_logits and not config.loss_chunk:
+        if self.returns_logits and not self.in_chunks:
             self.logits = hold("lm_head", rows * config.vocab_size * self.precision.compute_bytes, Kind.LOGITS)
-        loss_bytes = self.precision.weight_bytes if not config.loss_chunk else 4
+        loss_bytes = self.precision.weight_bytes if not self.in_chunks else 4
         self.loss = hold("loss.scaled", loss_bytes, Kind.LOGITS)
 
     def carried(self) -> tuple[Buffer, ...]:
@@ -119,7 +129,7 @@ class Loop:
             tape.scope = ""
             batch = self.fetch()
             logits, loss = self._forward(batch)
-            if not self.config.return_logits:
+            if not self.returns_logits:
                 logits = None
             self._leave_autocast()
             if batches:
@@ -201,6 +211,8 @@ class NanochatLoop(Loop):
     own; it is divided by their number in another tensor.
     """
 
+    returns_logits = in_chunks = False  # whatever the config says
+
     def micro_step(self) -> None:
         """One forward and backward of the training loop."""
         tape = self.tape
@@ -269,8 +281,7 @@ def micro_step(config: TrainConfig, cuda: bool, threads: int) -> MicroStep:
     sections, grads, cache = [found.ops], found.grads, found.cache
     try:
         for gap in gaps:
-            _, cache = deepened(sections, cache, gap)
-            sections, grads = deepened(sections, grads, gap)
+            sections, (grads, cache) = deepened(sections, (grads, cache), gap)
     except UnlikeBlocksError:
         return _with_previous_cache(_interpreted(config, cuda, threads, range(config.n_layer)))
     return _with_previous_cache(MicroStep(sections[0], found.before, found.after, grads, cache=cache))
@@ -311,7 +322,7 @@ def evaluation(config: TrainConfig, cuda: bool, threads: int) -> tuple[tuple[Op,
     batches: Sequence[tuple[Op, ...]] = _loop(config, cuda, threads, layers).evaluate()
     try:
         for gap in gaps:
-            batches, _ = deepened(batches, {}, gap)
+            batches, _ = deepened(batches, (), gap)
     except UnlikeBlocksError:
         return _loop(config, cuda, threads, range(config.n_layer)).evaluate()
     return tuple(batches)

@@ -27,8 +27,11 @@ class NanochatOptimizer(Optimizer):
     def __init__(self, config: TrainConfig, cuda: bool, everything: tuple[Parameter, ...]) -> None:
         super().__init__(config, cuda, everything)
         self.dtypes = {name: weight.dtype for name, weight in models.weights(config, self.precision).items()}
-        self.matrices = [p for p in everything if p.block is not None and not is_table(p.name)]
-        rest = [p for p in everything if p.block is None or is_table(p.name)]
+
+    def _split(self) -> None:
+        """Muon's matrices in stacks, and the rest in AdamW's order: nanochat has no other optimizer."""
+        self.matrices = [p for p in self.everything if p.block is not None and not is_table(p.name)]
+        rest = [p for p in self.everything if p.block is None or is_table(p.name)]
         self.alone = sorted(rest, key=lambda p: next(i for i, part in enumerate(_BEFORE) if part in p.name))
         shapes = sorted({p.shape for p in self.matrices})
         self.stacks = [[p for p in self.matrices if p.shape == shape] for shape in shapes]

@@ -41,14 +41,20 @@ class Optimizer:
         self.everything = everything
         self.precision = precision(config, cuda)
         self.weight_bytes = weight_bytes or self.precision.weight_bytes
-        splits = config.optimizer == "muon"
-        self.matrices = [p for p in everything if splits and _is_hidden(p)]
-        rest = [p for p in everything if not (splits and _is_hidden(p))]
-        self.groups = [[p for p in rest if p.decayed], [p for p in rest if not p.decayed]]
-        if config.trainer == "torch":
-            self.groups = [rest]  # AdamW(model.parameters())
+        self.matrices: list[Parameter] = []
+        self.groups: list[list[Parameter]] = []
         self.state: list[Storage] = []
         self.verdicts: list[Storage] = []
+        self._split()
+
+    def _split(self) -> None:
+        """Which parameters are Muon's, and the groups of the rest."""
+        splits = self.config.optimizer == "muon"
+        self.matrices = [p for p in self.everything if splits and _is_hidden(p)]
+        rest = [p for p in self.everything if not (splits and _is_hidden(p))]
+        self.groups = [[p for p in rest if p.decayed], [p for p in rest if not p.decayed]]
+        if self.config.trainer == "torch":
+            self.groups = [rest]  # AdamW(model.parameters())
 
     def create_state(self) -> list[Storage]:
         """Every state tensor at once, as it is after the first step."""

@@ -171,7 +171,7 @@ def _likeness(op: Op) -> tuple[Any, ...]:
 def grown(lists: Lists, gap: Gap) -> Lists:
     """The lists with the blocks of the gap filled in."""
     named = _repeated(lists)
-    sections, grads = deepened([lists.sections[name] for name in named], lists.grads, gap)
+    sections, (grads,) = deepened([lists.sections[name] for name in named], (lists.grads,), gap)
     filled = dict(zip(named, sections, strict=True))
     others = {name: _counted(ops, gap) for name, ops in lists.sections.items() if name not in filled}
     return Lists(filled | others, lists.roles, grads)

@@ -140,7 +140,7 @@ const NEEDS = [
   ["use of the card", ({ time }) => time && percent(time.mfu), "of this device's own peak"],
   [
     "mfu nanoGPT prints",
-    ({ time }) => time && percent(time.mfu_nanogpt),
+    ({ time, config }) => time && config.trainer === "nanogpt" && percent(time.mfu_nanogpt),
     "it divides by an A100's 312 TFLOPS, whatever the card",
   ],
   ["the run", ({ time }) => time && hours(time.hours), "evaluations included"],
