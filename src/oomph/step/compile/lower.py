@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from oomph.step.compile.graph import How, Value
-from oomph.step.compile.tasks import Cell, Read, Source, Task, View, broadcast, merged, placed, through
+from oomph.step.compile.tasks import Cell, Read, Source, Task, View, broadcast, merged, placed, still, through
 from oomph.step.ops import Kind
 from oomph.step.tensor.layout import ITEM_BYTES, Shape, numel
 
@@ -138,6 +138,8 @@ class Lowering:
                 found = [placed(read, places[0], places[1][index]) for read in found]
             elif view.shape != value.shape:
                 found = [broadcast(read, view.shape, value.shape) for read in found]
+            if 1 in value.shape:  # a loop of one step reads the same however long its step is
+                found = [still(read, value.shape) for read in found]
             reads |= dict.fromkeys(found)
             ops |= _shifted(view.cell, found, (view.offset, places[1][index] if places else 0))
         sources = frozenset([read[0] for read in reads])
@@ -165,7 +167,7 @@ class Lowering:
         if 1 < reduced < _UNROLLED and count > 1 and self.cuda:
             return self._unrolled(value, view)
         inner = count == 1 or (len(value.shape) == len(operand.shape) and value.shape[-1] == 1)
-        splits = split_factor(reduced, count, inner) if self.cuda else 1
+        splits = split_factor(reduced, count, inner) if self.cuda and (count == 1 or self._reads_whole(view)) else 1
         rows = _rows_before(view.cell) if splits > 1 and count == 1 else 0
         if rows and reduced % rows == 0:
             return self._by_rows(value, view, rows)
@@ -182,6 +184,12 @@ class Lowering:
             task = self._task(value, count, splits)
             task.read(partial, None)
         return self._result(task, value)
+
+    def _reads_whole(self, view: View) -> bool:
+        """Whether a buffer is read that has a number for each of the view's: else inductor does not split its sum."""
+        dims = [dim for dim, size in enumerate(view.shape) if size > 1]
+        reads = self._reads(view)
+        return any(strides is None or all(strides[dim] for dim in dims) for _, strides, _ in reads)
 
     def _by_rows(self, value: Value, view: View, rows: int) -> View:
         """A sum of everything: of each row first, as what it reads was summed up, then of the rows."""

@@ -178,6 +178,14 @@ def broadcast(read: Read, shape: Shape, wide: Shape) -> Read:
     return source, (*([0] * missing), *own), start
 
 
+def still(read: Read, shape: Shape) -> Read:
+    """A read without strides along dimensions of one number."""
+    source, strides, start = read
+    if strides is None:
+        return read
+    return source, tuple([0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]), start
+
+
 def placed(read: Read, dim: int, start: int) -> Read:
     """What is read of an operand that begins at a place of the result: the loops run over the whole result."""
     source, strides, offset = read
