@@ -120,17 +120,18 @@ class _Deepening:
 
     def _wire(self) -> None:
         """Every value reads what stands where its own block does."""
-        wired: list[tuple[Value, tuple[Value, ...]]] = []
-        for value in self.values:
-            offset, reads = self.offsets.get(value), self._reads(value)
-            for place in range(self.end) if offset == 0 else (self.end,) if offset == 1 else (-1,):
-                found = [self.at[place + away].get(read) if away is not None else read for read, away in reads]
-                inputs = tuple([each for each in found if each is not None])
-                if len(inputs) < len(reads):
-                    raise UnlikeBlocksError
-                wired.append((self.at[place][value] if offset == 0 else value, inputs))
+        at = self.at
+        wired: list[tuple[Value, list[Value]]] = []
+        try:
+            for value in self.values:
+                offset, reads = self.offsets.get(value), self._reads(value)
+                for place in range(self.end) if offset == 0 else (self.end,) if offset == 1 else (-1,):
+                    inputs = [read if away is None else at[place + away][read] for read, away in reads]
+                    wired.append((at[place][value] if offset == 0 else value, inputs))
+        except KeyError:  # a block has no such value
+            raise UnlikeBlocksError from None
         for value, inputs in wired:
-            value.inputs = inputs
+            value.inputs = tuple(inputs)
 
     def _reads(self, value: Value) -> list[tuple[Value, int | None]]:
         """What a value reads: of the pattern, and how many places away; or the same everywhere."""

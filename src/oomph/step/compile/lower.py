@@ -247,9 +247,9 @@ class Lowering:
             self._write(cell)
         if cell.source is not None:
             return
-        users = [user for user in value.users if user in self.inside]
+        users = [user for user in value.users if user in self.inside] if len(value.users) > 1 else []
         if len(users) > 1:
-            product, several = any(user.op == "mm" for user in users), self._nontrivial(cell) > 1
+            product, several = any([user.op == "mm" for user in users]), self._nontrivial(cell) > 1
             if product or (any(map(_is_kernel, users)) and several):
                 self._write(cell, None if several else view.shape)  # a mere copy as the product reads it
                 return
@@ -261,7 +261,7 @@ class Lowering:
 
     def _nontrivial(self, cell: Cell) -> int:
         """Reads at places that are not always the same."""
-        return sum(strides is None or any(strides) for _, strides, _ in cell.reads)
+        return sum([strides is None or any(strides) for _, strides, _ in cell.reads])
 
     def _is_large(self, cell: Cell) -> bool:
         return len(cell.ops) + len(cell.reads) > _OPERATIONS
