@@ -233,7 +233,7 @@ class Lowering:
                 task.read(wide[0], merged(rows.shape, wide[1], wide[2]))
         task.read(source, None)
         after = self._source(task, value, 0, value.kind)
-        after.root = source
+        after.inside = source
         task.writes.append((after, None))
         cell.source = after
         self.views[value] = View(cell, value.shape, value.strides)

@@ -14,7 +14,7 @@ from oomph.step.compile.tasks import Source
 class _Unit:
     """What is put in order: a kernel, or one result that is taken from the tuple that a kernel returns."""
 
-    __slots__ = ("before", "following", "group", "index", "made", "place", "reads", "roots", "size", "writes")
+    __slots__ = ("before", "group", "index", "made", "place", "reads", "roots", "size", "writes")
 
     def __init__(self, index: int, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> None:
         self.index, self.group = index, group
@@ -24,7 +24,6 @@ class _Unit:
         self.size = sum([source.bytes for source in self.made])  # bytes that it allocates
         self.roots: list[Source] = []  # whose memory it reads
         self.before: list[_Unit] = []
-        self.following: list[_Unit] = []
 
 
 class _Facts:
@@ -32,6 +31,7 @@ class _Facts:
 
     def __init__(self, groups: Sequence[Group], inputs: Iterable[Source]) -> None:
         self.units: list[_Unit] = []
+        self.following: dict[_Unit, list[_Unit]] = {}
         for group in groups:
             self._add(group)
         self.inputs = [source for source in inputs if source.freeable and source.users]
@@ -55,17 +55,18 @@ class _Facts:
             item = self._put(None, (), (source,))
             kernel.size, item.size = kernel.size + item.size, 0
             item.before.append(kernel)
-            kernel.following.append(item)
+            self.following[kernel].append(item)
 
     def _put(self, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> _Unit:
         unit = _Unit(len(self.units), group, reads, writes)
         self.units.append(unit)
+        self.following[unit] = []
         return unit
 
     def _read(self, unit: _Unit, source: Source) -> None:
         maker, root = self.maker.get(source), source.root
         if maker is not None and maker is not unit and maker not in unit.before:
-            maker.following.append(unit)
+            self.following[maker].append(unit)
             unit.before.append(maker)
         if source in unit.writes or (root.task is None and not root.freeable) or self.maker.get(root) is unit:
             return
@@ -119,7 +120,7 @@ def _least_peak_first(facts: _Facts) -> list[_Unit]:
         live += chosen.size
         most = max(most, live)
         live -= frees[chosen]
-        for unit in chosen.following:
+        for unit in facts.following[chosen]:
             waits[unit] -= 1
             if not waits[unit]:
                 ready.append(unit)
@@ -144,7 +145,7 @@ def _breadth_first(facts: _Facts) -> list[_Unit]:
         chosen = heappop(heap)[2]
         at[chosen] = len(result)
         result.append(chosen)
-        for unit in chosen.following:
+        for unit in facts.following[chosen]:
             waits[unit] -= 1
             if not waits[unit]:
                 heappush(heap, (sorted([at[each] for each in unit.before]), unit.index, unit))

@@ -23,10 +23,10 @@ class Source:
         "donated",
         "dtype",
         "freeable",
+        "inside",
         "is_output",
         "kind",
         "name",
-        "root",
         "strides",
         "task",
         "users",
@@ -41,9 +41,14 @@ class Source:
         self.is_output = False
         self.freeable = task is not None  # of inputs: those that forward saved
         self.donated = task is not None  # it may be overwritten
-        self.root: Source = self  # whose memory it is
+        self.inside: Source | None = None  # in whose memory it is, where that is not its own
         self.batched = False  # its size grows with the batch
         self.strides: Shape = ()
+
+    @property
+    def root(self) -> Source:
+        """Whose memory it is."""
+        return self.inside or self
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.bytes}>"
