@@ -165,8 +165,8 @@ class _Emitter:
         else:
             kernel = Kernel.REDUCTION if group.reduction else Kernel.POINTWISE
         return Op(
-            value.name, self.phase, tuple(allocates), tuple(frees), kernel, facts.get("shape", ()), facts.get("dtype", "float32"),
-            facts.get("flops", 0), moved, 1, value.block,
+            value.name, self.phase, tuple(allocates), tuple(frees), kernel, facts.get("shape", ()),
+            facts.get("dtype", "float32"), facts.get("flops", 0), moved, 1, value.block,
         )  # fmt: skip
 
     def _moved(self, group: Group) -> int:
@@ -186,7 +186,7 @@ class _Emitter:
 
 def _is_internal(source: Source, group: Group) -> bool:
     """Whether it never leaves the kernel that computes it."""
-    return not source.is_output and not group.is_extern and all([user in group.tasks for user in source.users])
+    return not source.is_output and not group.is_extern and set(group.tasks).issuperset(source.users)
 
 
 def _spent(value: Value) -> list[Buffer]:

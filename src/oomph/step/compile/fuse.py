@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from oomph.step.compile.lower import SMS
-from oomph.step.compile.tasks import Access, Place, Source, Task
+from oomph.step.compile.tasks import Access, Source, Task
 from oomph.step.tensor.layout import ITEM_BYTES, numel
 
 _MOST_TASKS = 64  # torch._inductor.config.max_fusion_size

@@ -249,11 +249,12 @@ class Lowering:
             return
         users = [user for user in value.users if user in self.inside] if len(value.users) > 1 else []
         if len(users) > 1:
-            product, several = any([user.op == "mm" for user in users]), self._nontrivial(cell) > 1
+            product, several = "mm" in [user.op for user in users], self._nontrivial(cell) > 1
             if product or (any(map(_is_kernel, users)) and several):
                 self._write(cell, None if several else view.shape)  # a mere copy as the product reads it
                 return
-            if self._is_large(cell) or cell.reads_more_than(_READS_ON_REUSE) or (not self.cuda and self._is_heavy(cell)):
+            much = self._is_large(cell) or cell.reads_more_than(_READS_ON_REUSE)
+            if much or (not self.cuda and self._is_heavy(cell)):
                 self._write(cell)
                 return
         if (cell.reads_more_than(_READS) or self._is_large(cell)) and self._nontrivial(cell) > 1:
