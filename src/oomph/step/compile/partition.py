@@ -207,7 +207,7 @@ class _Partitioner:
             if not self.forward[used.index]:
                 continue
             users = [user for user in used.users if self.forward[user.index]]
-            if not users:
+            if len(users) < 2:
                 continue
             first = self._first_unfusible(users, max(self.order[user.index] for user in users))
             for user in users:
