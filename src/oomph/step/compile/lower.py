@@ -8,6 +8,7 @@ or it has become too long (torch/_inductor/graph.py `run_node`, ir.py `StorageBo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from oomph.step.compile.graph import How, Value
 from oomph.step.compile.tasks import Cell, Read, Source, Task, View, broadcast, merged, placed, through
@@ -25,6 +26,7 @@ _PADDED_FROM = 1024  # torch._inductor.config.padding_stride_threshold
 _ALIGNED_BYTES = 128  # padding_alignment_bytes
 
 
+@lru_cache(maxsize=1024)  # blocks are alike: a program has few
 def padded_bytes(shape: Shape, strides: Shape, dtype: str) -> int:
     """Bytes of a buffer on a card, where long rows begin at multiples of 128 bytes (ir.py `pad_strides`)."""
     item = ITEM_BYTES[dtype]
