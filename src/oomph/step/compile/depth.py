@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
+from operator import attrgetter
 
 from oomph.step.compile.graph import How, Value
 from oomph.step.compile.partition import Graphs
@@ -35,8 +36,8 @@ class _Deepening:
         computed = {*graphs.forward, *graphs.backward}
         # Results of kernels that nothing reads, but that are written.
         self.unread = [item for call in computed if call.how is How.CALL for item in call.users if item not in computed]
-        self.values = sorted({*graphs.inputs, *computed, *self.unread})
-        self.next_index = max([value.index for value in self.values]) + 1
+        self.values = sorted({*graphs.inputs, *computed, *self.unread}, key=attrgetter("index"))
+        self.next_index = self.values[-1].index + 1
         self.offsets: dict[Value, int] = {}  # -1, 0 or 1: which of the three blocks a value is of
         self.pattern: dict[Value, Value] = {}  # the same value in the pattern
         self.at: dict[int, dict[Value, Value]] = {}  # by place: the pattern's values as they are there

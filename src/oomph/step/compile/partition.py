@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 import msgspec
 
@@ -81,7 +82,7 @@ def _in_engines_order(values: Sequence[Value], late: Sequence[Value], saved: set
             if each in wanted and each not in done and each not in found and each not in saved:
                 found.add(each)
                 todo += each.inputs
-        result += sorted(found)
+        result += sorted(found, key=attrgetter("index"))
         done |= found
     return result
 
