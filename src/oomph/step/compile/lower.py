@@ -245,9 +245,10 @@ class Lowering:
     def _maybe_write(self, value: Value) -> None:
         view = self.views[value]
         cell = view.cell
+        if cell.source is not None:
+            return
         if value in self.outputs:
             self._write(cell)
-        if cell.source is not None:
             return
         users = [user for user in value.users if user in self.inside] if len(value.users) > 1 else []
         if len(users) > 1:
