@@ -78,12 +78,13 @@ def _evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvalua
 
 
 def _made(config: TrainConfig, cuda: bool, threads: int, make: Callable[[ProgramMaker], T]) -> T:
+    maker = ProgramMaker(config, cuda, threads, *sample(models.kinds(config)))
     collects = gc.isenabled()
     gc.disable()  # a graph is full of circles, all of them needed to the end
-    maker = ProgramMaker(config, cuda, threads, *sample(models.kinds(config)))
     try:
         return make(maker)
     except UnlikeBlocksError:
+        maker.let_go()
         maker = ProgramMaker(config, cuda, threads, range(config.n_layer), ())
         return make(maker)
     finally:
