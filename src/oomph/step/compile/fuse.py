@@ -31,8 +31,8 @@ class Group:
     """Tasks that run as one kernel. Tasks are bits, so that sets of them are numbers."""
 
     __slots__ = (
-        "ancestors", "buffers", "extents", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction",
-        "shape", "size", "spare", "tasks", "touched", "writes",
+        "ancestors", "buffers", "extents", "first", "is_extern", "last", "mixed", "names", "numel", "reads",
+        "reduction", "shape", "size", "spare", "tasks", "touched", "writes",
     )  # fmt: skip
 
     def __init__(self, task: Task, place: int) -> None:
