@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from oomph.config.schema import MIXTURES, MODEL_TYPES, TrainConfig
 from oomph.step import models
 from oomph.step.build import build
-from oomph.step.compile.model import CompiledEvaluation, CompiledModel, ProgramMaker
+from oomph.step.compile.model import CompiledEvaluation, CompiledModel, ProgramMaker, compiled_model
 from oomph.step.depth import sample
 from oomph.step.ops import Buffer, Op
 
@@ -38,6 +39,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         **LLAMA, "model_type": "gemma3_text", "n_layer": 26, "head_dim": 32, "sliding_window": 64,
         "sliding_window_pattern": 6, "hidden_act": "gelu",
+    },
+    "opt checkpointed": {
+        **LLAMA, "model_type": "opt", "bias": True, "num_key_value_heads": None, "intermediate_size": 512,
+        "hidden_act": "relu", "max_position_embeddings": 128, "checkpoint_layers": 7,
     },
 }  # fmt: skip
 
@@ -88,3 +93,13 @@ def test_blocks_that_are_repeated_are_those_of_the_whole_model(name: str, cuda: 
     assert written(repeated.backward) == written(whole.backward)
     assert written(evaluation.forward) == written(evaluation_of_whole.forward)
     assert [(name, b.bytes) for name, b in repeated.grads.items()] == [(n, b.bytes) for n, b in whole.grads.items()]
+
+
+def test_a_program_leaves_hardly_anything_to_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        compiled_model(TrainConfig(**{**GPT2, "vocab_size": 1001}), True, 1)
+        assert gc.collect() < 1000  # its graph is some ten thousand objects
+    finally:
+        gc.enable()

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 
 from oomph.step.ops import Buffer, Op, Phase
 
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
+@lru_cache(maxsize=4096)  # names come again in every program
 def block_of(name: str) -> int | None:
     """The transformer block that a name speaks of: its first number."""
     found = _NUMBER.search(name)
     return int(found[0]) if found else None
 
 
+@lru_cache(maxsize=4096)
 def renamed(name: str, block: int, other: int) -> str:
     """A name that speaks of a block, as it is in another."""
     parts = name.split(".")

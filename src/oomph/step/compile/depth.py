@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
+from operator import attrgetter
 
 from oomph.step.compile.graph import How, Value
 from oomph.step.compile.partition import Graphs
@@ -20,7 +21,10 @@ def deepened(graphs: Graphs, grads: Mapping[str, Value], gap: Gap) -> tuple[Grap
 
     Raises `UnlikeBlocksError` where the three blocks do not compute the same.
     """
-    return _Deepening(graphs, gap).run(grads)
+    try:
+        return _Deepening(graphs, gap).run(grads)
+    except KeyError:  # a block has no such value
+        raise UnlikeBlocksError from None
 
 
 class _Deepening:
@@ -32,8 +36,8 @@ class _Deepening:
         computed = {*graphs.forward, *graphs.backward}
         # Results of kernels that nothing reads, but that are written.
         self.unread = [item for call in computed if call.how is How.CALL for item in call.users if item not in computed]
-        self.values = sorted({*graphs.inputs, *computed, *self.unread})
-        self.next_index = max([value.index for value in self.values]) + 1
+        self.values = sorted({*graphs.inputs, *computed, *self.unread}, key=attrgetter("index"))
+        self.next_index = self.values[-1].index + 1
         self.offsets: dict[Value, int] = {}  # -1, 0 or 1: which of the three blocks a value is of
         self.pattern: dict[Value, Value] = {}  # the same value in the pattern
         self.at: dict[int, dict[Value, Value]] = {}  # by place: the pattern's values as they are there
@@ -75,43 +79,43 @@ class _Deepening:
 
     def run(self, grads: Mapping[str, Value]) -> tuple[Graphs, dict[str, Value]]:
         graphs = self.graphs
-        order = range(self.end)
         deep = Graphs(
-            tuple(self._repeated(graphs.inputs, order)),
-            tuple(self._repeated(graphs.forward, order)),
-            tuple(self._repeated(graphs.backward, order[::-1])),
-            tuple(self._repeated(graphs.saved, order)),
+            tuple(self._repeated(graphs.inputs)),
+            tuple(self._repeated(graphs.forward)),
+            tuple(self._repeated(graphs.backward)),
+            tuple(self._repeated(graphs.saved)),
         )
-        unread = self._repeated(sorted(self.unread), order)
+        unread = self._repeated(sorted(self.unread))
         self._wire()
         _note_users([*deep.inputs, *dict.fromkeys(chain(deep.forward, deep.backward)), *unread])
         _check_order(deep.forward, deep.inputs)
         _check_order(deep.backward, (*deep.inputs, *deep.saved))
-        return deep, self._grads(grads, order[::-1])
+        return deep, self._grads(grads)
 
-    def _repeated(self, values: Sequence[Value], order: Sequence[int]) -> list[Value]:
-        """The values in order, each run of the pattern's once for every copy."""
+    def _repeated(self, values: Sequence[Value]) -> list[Value]:
+        """The values in order, each run of the pattern's once for every place: backwards after the last block's."""
         result: list[Value] = []
-        for is_pattern, run in groupby(values, lambda value: self.offsets.get(value) == 0):
-            if is_pattern:
+        rises = True
+        for offset, run in groupby(values, self.offsets.get):
+            if offset == 0:
                 own = list(run)
-                result += [self.at[place][each] for place in order for each in own]
+                places = range(self.end) if rises else range(self.end)[::-1]
+                result += [self.at[place][each] for place in places for each in own]
             else:
                 result += run
+                rises = offset == -1 if offset is not None else rises
         return result
 
-    def _grads(self, grads: Mapping[str, Value], order: Sequence[int]) -> dict[str, Value]:
+    def _grads(self, grads: Mapping[str, Value]) -> dict[str, Value]:
         """Every parameter's gradient, in the order that backward makes them."""
         gap = self.gap
         found: dict[str, Value] = {}
         for is_pattern, names in groupby(grads, lambda name: gap.group_of(block_of(name)) == 0):
             if is_pattern:
                 own = [(name, block_of(name) or 0) for name in names]
-                if any(grads[name] not in self.pattern for name, _ in own):
-                    raise UnlikeBlocksError
                 found |= {
-                    renamed(name, block, block + at * gap.period): self.at[at][self.pattern[grads[name]]]
-                    for at in order
+                    renamed(name, block, block + place * gap.period): self.at[place][self.pattern[grads[name]]]
+                    for place in range(self.end)[::-1]
                     for name, block in own
                 }
             else:
@@ -120,17 +124,15 @@ class _Deepening:
 
     def _wire(self) -> None:
         """Every value reads what stands where its own block does."""
-        wired: list[tuple[Value, tuple[Value, ...]]] = []
+        at = self.at
+        wired: list[tuple[Value, list[Value]]] = []
         for value in self.values:
             offset, reads = self.offsets.get(value), self._reads(value)
             for place in range(self.end) if offset == 0 else (self.end,) if offset == 1 else (-1,):
-                found = [self.at[place + away].get(read) if away is not None else read for read, away in reads]
-                inputs = tuple([each for each in found if each is not None])
-                if len(inputs) < len(reads):
-                    raise UnlikeBlocksError
-                wired.append((self.at[place][value] if offset == 0 else value, inputs))
+                inputs = [read if away is None else at[place + away][read] for read, away in reads]
+                wired.append((at[place][value] if offset == 0 else value, inputs))
         for value, inputs in wired:
-            value.inputs = inputs
+            value.inputs = tuple(inputs)
 
     def _reads(self, value: Value) -> list[tuple[Value, int | None]]:
         """What a value reads: of the pattern, and how many places away; or the same everywhere."""

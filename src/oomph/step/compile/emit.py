@@ -164,21 +164,20 @@ class _Emitter:
         else:
             kernel = Kernel.REDUCTION if group.reduction else Kernel.POINTWISE
         return Op(
-            value.name, self.phase, tuple(allocates), tuple(frees), kernel, facts.get("shape", ()), facts.get("dtype", "float32"),
-            facts.get("flops", 0), moved, 1, value.block,
+            value.name, self.phase, tuple(allocates), tuple(frees), kernel, facts.get("shape", ()),
+            facts.get("dtype", "float32"), facts.get("flops", 0), moved, 1, value.block,
         )  # fmt: skip
 
     def _moved(self, group: Group) -> int:
         """Bytes read and written; of a table that rows are taken from, the rows."""
         total: list[tuple[int, bool]] = []
         for source, accesses in group.reads.items():
-            if source in group.writes:
-                continue
-            rows = [numel(access[0]) * ITEM_BYTES[source.dtype] for access in accesses if access is not None]
-            if group.is_extern or not rows:
-                whole = source.bytes if group.is_extern else min(source.bytes, group.numel * ITEM_BYTES[source.dtype])
-                rows = [whole]
-            total.append((min(max(rows), source.bytes) if source.bytes else 0, source.batched))
+            if source not in group.writes:
+                size = source.bytes
+                if not group.is_extern:
+                    rows = max([numel(access[0]) for access in accesses if access is not None], default=group.numel)
+                    size = min(size, rows * ITEM_BYTES[source.dtype])
+                total.append((size, source.batched))
         total += [(s.bytes, s.batched) for s in group.writes if s.root is s and s not in self.internal]
         self.still.append(sum([size for size, batched in total if not batched]))
         return sum([size for size, _ in total])
@@ -186,7 +185,7 @@ class _Emitter:
 
 def _is_internal(source: Source, group: Group) -> bool:
     """Whether it never leaves the kernel that computes it."""
-    return not source.is_output and not group.is_extern and all([user in group.tasks for user in source.users])
+    return not source.is_output and not group.is_extern and set(group.tasks).issuperset(source.users)
 
 
 def _spent(value: Value) -> list[Buffer]:

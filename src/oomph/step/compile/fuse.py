@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from oomph.step.compile.lower import SMS
-from oomph.step.compile.tasks import Access, Place, Source, Task
+from oomph.step.compile.tasks import Access, Source, Task
 from oomph.step.tensor.layout import ITEM_BYTES, numel
 
 _MOST_TASKS = 64  # torch._inductor.config.max_fusion_size
@@ -31,8 +31,8 @@ class Group:
     """Tasks that run as one kernel. Tasks are bits, so that sets of them are numbers."""
 
     __slots__ = (
-        "ancestors", "extents", "first", "is_extern", "last", "mixed", "names", "numel", "reads", "reduction", "shape",
-        "size", "spare", "tasks", "touched", "writes",
+        "ancestors", "buffers", "extents", "first", "is_extern", "last", "mixed", "names", "numel", "reads",
+        "reduction", "shape", "size", "spare", "tasks", "touched", "writes",
     )  # fmt: skip
 
     def __init__(self, task: Task, place: int) -> None:
@@ -47,6 +47,7 @@ class Group:
         self.reads: dict[Source, set[Access]] = task.reads
         self.writes: dict[Source, Access] = dict(task.writes)
         self.mixed: tuple[Group, Group] | None = None  # the tasks along rows, and those along columns
+        self.buffers = {**self.reads, **self.writes}.keys()
         self.touched = {(source, access) for source, found in self.reads.items() for access in found if access}
         self.touched.update([(source, access) for source, access in task.writes if access])
         self.spare = _spare(self.reads)  # dtype and bytes of what it alone reads: memory that can serve again
@@ -66,6 +67,7 @@ class Group:
         for source, accesses in other.reads.items():
             both.reads[source] = both.reads[source] | accesses if source in both.reads else accesses
         both.writes = {**self.writes, **other.writes}
+        both.buffers = {**both.reads, **both.writes}.keys()
         both.touched, both.spare = self.touched | other.touched, _spare(both.reads)
         if self.mixed is not None:
             rows, columns = self.mixed
@@ -138,11 +140,11 @@ class _Fusion:
         sharing: dict[Source, list[Group]] = {}
         for group in self.groups:
             if not group.is_extern:
-                for source in {**group.reads, **group.writes}:
+                for source in group.buffers:
                     sharing.setdefault(source, []).append(group)
         found: dict[tuple[Group, Group], _Score | None] = {}
         for each in sharing.values():
-            for place, first in enumerate(each):
+            for place, first in enumerate(each[:-1]):
                 for second in each[place + 1 : place + 1 + _PAIRS]:
                     if first.mixed is None and first.extents.isdisjoint(second.extents):
                         continue  # loops of other extents: nothing else needs to be looked at

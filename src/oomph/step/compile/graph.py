@@ -154,6 +154,11 @@ class GraphRecorder(Tape):
         found.value.name, found.value.block, found.value.checkpoint = name, block_of(name), None
         return found
 
+    def clear(self) -> None:
+        """Let go of every value."""
+        for each in (self.values, self.inputs, self.casts, self.grads, self._known):
+            each.clear()
+
     # --- what `Tape` does on a ledger ---------------------------------------------------------------------------
 
     def made(

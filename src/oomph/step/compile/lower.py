@@ -8,6 +8,7 @@ or it has become too long (torch/_inductor/graph.py `run_node`, ir.py `StorageBo
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from oomph.step.compile.graph import How, Value
 from oomph.step.compile.tasks import Cell, Read, Source, Task, View, broadcast, merged, placed, still, through
@@ -26,6 +27,7 @@ _PADDED_FROM = 1024  # torch._inductor.config.padding_stride_threshold
 _ALIGNED_BYTES = 128  # padding_alignment_bytes
 
 
+@lru_cache(maxsize=1024)  # blocks are alike: a program has few
 def padded_bytes(shape: Shape, strides: Shape, dtype: str) -> int:
     """Bytes of a buffer on a card, where long rows begin at multiples of 128 bytes (ir.py `pad_strides`)."""
     item = ITEM_BYTES[dtype]
@@ -255,7 +257,7 @@ class Lowering:
                 task.read(wide[0], merged(rows.shape, wide[1], wide[2]))
         task.read(source, None)
         after = self._source(task, value, 0, value.kind)
-        after.root = source
+        after.inside = source
         task.writes.append((after, None))
         cell.source = after
         self.views[value] = View(cell, value.shape, value.strides)
@@ -265,21 +267,19 @@ class Lowering:
     def _maybe_write(self, value: Value) -> None:
         view = self.views[value]
         cell = view.cell
-        if value in self.outputs:
-            self._write(cell)
         if cell.source is not None:
             return
-        users = [user for user in value.users if user in self.inside]
+        if value in self.outputs:
+            self._write(cell)
+            return
+        users = [user for user in value.users if user in self.inside] if len(value.users) > 1 else []
         if len(users) > 1:
-            product, several = any(user.op == "mm" for user in users), self._nontrivial(cell) > 1
+            product, several = "mm" in [user.op for user in users], self._nontrivial(cell) > 1
             if product or (any(map(_is_kernel, users)) and several):
                 self._write(cell, None if several else view.shape)  # a mere copy as the product reads it
                 return
-            if (
-                self._is_large(cell)
-                or len(cell.reads) > _READS_ON_REUSE
-                or (not self.cuda and self._is_heavy(cell))
-            ):
+            much = self._is_large(cell) or len(cell.reads) > _READS_ON_REUSE
+            if much or (not self.cuda and self._is_heavy(cell)):
                 self._write(cell)
                 return
         if (len(cell.reads) > _READS or self._is_large(cell)) and self._nontrivial(cell) > 1:
@@ -287,7 +287,7 @@ class Lowering:
 
     def _nontrivial(self, cell: Cell) -> int:
         """Reads at places that are not always the same."""
-        return sum(strides is None or any(strides) for _, strides, _ in cell.reads)
+        return sum([strides is None or any(strides) for _, strides, _ in cell.reads])
 
     def _is_large(self, cell: Cell) -> bool:
         return len(cell.ops) + len(cell.reads) > _OPERATIONS

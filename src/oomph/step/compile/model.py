@@ -20,7 +20,7 @@ from oomph.step.compile.lower import Lowering, base_of
 from oomph.step.compile.order import ordered
 from oomph.step.compile.partition import Graphs, partition
 from oomph.step.compile.rewrite import rewritten
-from oomph.step.compile.tasks import Source
+from oomph.step.compile.tasks import Source, Task
 from oomph.step.depth import Gap, UnlikeBlocksError, block_of, sample
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 from oomph.step.precision import precision
@@ -78,16 +78,17 @@ def _evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvalua
 
 
 def _made(config: TrainConfig, cuda: bool, threads: int, make: Callable[[ProgramMaker], T]) -> T:
+    maker = ProgramMaker(config, cuda, threads, *sample(models.kinds(config)))
     collects = gc.isenabled()
     gc.disable()  # a graph is full of circles, all of them needed to the end
-    layers, gaps = sample(models.kinds(config))
     try:
-        try:
-            return make(ProgramMaker(config, cuda, threads, layers, gaps))
-        except UnlikeBlocksError:
-            return make(ProgramMaker(config, cuda, threads, range(config.n_layer), ()))
+        return make(maker)
+    except UnlikeBlocksError:
+        maker.let_go()
+        maker = ProgramMaker(config, cuda, threads, range(config.n_layer), ())
+        return make(maker)
     finally:
-        gc.collect(0)  # now, while they are young and near: a search makes hundreds of graphs, and pauses collection
+        maker.let_go()
         if collects:
             gc.enable()
 
@@ -99,16 +100,19 @@ class ProgramMaker:
         self, config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int], gaps: Sequence[Gap]
     ) -> None:
         """`layers` are the blocks to record, `gaps` those between them that are like others."""
-        self.config, self.cuda, self.layers, self.gaps = config, cuda, layers, gaps
+        self.config, self.cuda, self.gaps = config, cuda, gaps
         self.precision = precision(config, cuda)
         self.version = tuple([int(part) for part in config.torch_version.split(".")[:2]])
         size = 8 * config.batch_size * config.block_size
         self.batch = {name: Buffer(f"batch.{name}", size, Kind.INPUTS) for name in ("x", "y")}
         weights = models.weights(config, self.precision)
         self.weights = {name: each for name, each in weights.items() if block_of(name) in (None, *layers)}
+        self.values: list[Value] = []
+        self.tasks: list[Task] = []
         self.still_bytes: dict[Op, int] = {}
         self.batched: set[Buffer] = set()
-        self.options: dict[str, Any] = {"cuda": cuda, "threads": threads, "tf32": cuda and config.allow_tf32}
+        options: dict[str, Any] = {"cuda": cuda, "threads": threads, "tf32": cuda and config.allow_tf32}
+        self.recorder = GraphRecorder(self.weights, RULES, layers=layers, **options)
 
     def training(self) -> CompiledModel:
         """The forward and the backward program."""
@@ -147,7 +151,7 @@ class ProgramMaker:
     def _recorded(self, training: bool) -> tuple[GraphRecorder, list[Tensor]]:
         """The model's graph, and what it returns: the loss first, or the hidden state that a chunked loss takes."""
         config = self.config
-        recorder = GraphRecorder(self.weights, RULES, layers=self.layers, **self.options)
+        recorder = self.recorder
         recorder.training = recorder.grad_enabled = training
         recorder.writes_one_hot = self.version < ONE_HOT_BEFORE
         for name in self.weights:
@@ -215,6 +219,8 @@ class ProgramMaker:
         order, live = ordered(fused(lowering.tasks, self.cuda and self.version >= MIXED_FROM), given.values())
         buffers = {source: memory[value] for value, source in given.items() if value in memory}
         ops, still = emitted(order, live, buffers, held, phase)
+        self.values += (*given, *lowering.graph)
+        self.tasks += lowering.tasks
         self.still_bytes |= still
         self.batched |= {buffer for source, buffer in buffers.items() if source.batched}
         return ops, {value: buffers[source.root] for value, source in found.items()}
@@ -231,6 +237,14 @@ class ProgramMaker:
         memory = {value: self._memory(value) for value in graphs.inputs}
         ops = self._forward(graphs.forward, memory, returned, (), Phase.EVAL)
         return CompiledEvaluation(tuple(self.batch.values()), ops, tuple([memory[_value(each)] for each in returned]))
+
+    def let_go(self) -> None:
+        """Break the circles of values, tasks and buffers: a search makes many, and pauses garbage collection."""
+        for value in (*self.recorder.values, *self.values):
+            value.users = []
+        for task in self.tasks:
+            task.reads, task.writes = {}, []
+        self.recorder.clear()
 
 
 def _apart(grads: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Op]]:

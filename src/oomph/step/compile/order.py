@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from oomph.step.compile.fuse import Group
 from oomph.step.compile.graph import How
@@ -13,14 +14,16 @@ from oomph.step.compile.tasks import Source
 class _Unit:
     """What is put in order: a kernel, or one result that is taken from the tuple that a kernel returns."""
 
-    __slots__ = ("group", "index", "made", "place", "reads", "size", "writes")
+    __slots__ = ("before", "group", "index", "made", "place", "reads", "roots", "size", "writes")
 
-    def __init__(self, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> None:
-        self.group = group
+    def __init__(self, index: int, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> None:
+        self.index, self.group = index, group
+        self.place = index  # in the order that is looked at
         self.reads, self.writes = tuple(reads), tuple(writes)
         self.made = [source for source in self.writes if source.root is source]
         self.size = sum([source.bytes for source in self.made])  # bytes that it allocates
-        self.index = self.place = 0  # in the order that is given, and in the one that is looked at
+        self.roots: list[Source] = []  # whose memory it reads
+        self.before: list[_Unit] = []
 
 
 class _Facts:
@@ -28,68 +31,59 @@ class _Facts:
 
     def __init__(self, groups: Sequence[Group], inputs: Iterable[Source]) -> None:
         self.units: list[_Unit] = []
-        self.before: dict[_Unit, list[_Unit]] = {}
         self.following: dict[_Unit, list[_Unit]] = {}
         for group in groups:
             self._add(group)
         self.inputs = [source for source in inputs if source.freeable and source.users]
         self.maker = {source: unit for unit in self.units for source in unit.writes}
         self.readers: dict[Source, list[_Unit]] = {source.root: [] for source in self.maker}
-        self.reads: dict[_Unit, list[Source]] = {unit: [] for unit in self.units}
         for unit in self.units:
             for source in unit.reads:
                 self._read(unit, source)
+        made = [(source, self.readers[source] or [unit]) for unit in self.units for source in unit.made]
+        lives = [*((source, self.readers[source]) for source in self.inputs), *made]
+        # Bytes that are let go, and the units of which the last does it.
+        self.ends = [(source.bytes, units) for source, units in lives if not source.is_output]
 
     def _add(self, group: Group) -> None:
         """A kernel that returns several results allocates them all; each lives as if it were made by its own unit."""
         if group.tasks[0].value.how is not How.CALL:
-            self._put(_Unit(group, group.reads, group.writes))
+            self._put(group, group.reads, group.writes)
             return
-        kernel = self._put(_Unit(group, group.reads, ()))
+        kernel = self._put(group, group.reads, ())
         for source in group.writes:
-            item = self._put(_Unit(None, (), (source,)))
+            item = self._put(None, (), (source,))
             kernel.size, item.size = kernel.size + item.size, 0
-            self.before[item].append(kernel)
+            item.before.append(kernel)
             self.following[kernel].append(item)
 
-    def _put(self, unit: _Unit) -> _Unit:
-        unit.index = len(self.units)
+    def _put(self, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> _Unit:
+        unit = _Unit(len(self.units), group, reads, writes)
         self.units.append(unit)
-        self.before[unit], self.following[unit] = [], []
+        self.following[unit] = []
         return unit
 
     def _read(self, unit: _Unit, source: Source) -> None:
         maker, root = self.maker.get(source), source.root
-        if maker is not None and maker is not unit and unit not in self.following[maker]:
+        if maker is not None and maker is not unit and maker not in unit.before:
             self.following[maker].append(unit)
-            self.before[unit].append(maker)
+            unit.before.append(maker)
         if source in unit.writes or (root.task is None and not root.freeable) or self.maker.get(root) is unit:
             return
         readers = self.readers.setdefault(root, [])
         if not readers or readers[-1] is not unit:
             readers.append(unit)
-            self.reads[unit].append(root)
+            unit.roots.append(root)
 
     def live(self, order: Sequence[_Unit]) -> list[int]:
         """Bytes alive while each kernel runs, as inductor's estimate_peak_memory has them."""
-        for index, unit in enumerate(order):
-            unit.place = index
-        change = [0] * (len(order) + 1)
-        for source in self.inputs:
-            change[0] += source.bytes
-            if not source.is_output:
-                change[max([unit.place for unit in self.readers[source]]) + 1] -= source.bytes
-        for unit in order:
-            change[unit.place] += unit.size
-            for source in unit.made:
-                if not source.is_output:
-                    last = max([each.place for each in self.readers[source]], default=unit.place)
-                    change[last + 1] -= source.bytes
-        now, found = 0, []
-        for each in change[:-1]:
-            now += each
-            found.append(now)
-        return found
+        for place, unit in enumerate(order):
+            unit.place = place
+        change = [*(unit.size for unit in order), 0]
+        change[0] += sum([source.bytes for source in self.inputs])
+        for size, units in self.ends:
+            change[max([unit.place for unit in units]) + 1] -= size
+        return list(accumulate(change[:-1]))
 
 
 def ordered(groups: Sequence[Group], inputs: Iterable[Source]) -> tuple[list[Group], list[int]]:
@@ -104,11 +98,11 @@ def ordered(groups: Sequence[Group], inputs: Iterable[Source]) -> tuple[list[Gro
 
 def _least_peak_first(facts: _Facts) -> list[_Unit]:
     """topological_sort_lpmf: what does not raise the peak and lets most go."""
-    waits = {unit: len(facts.before[unit]) for unit in facts.units}
+    waits = {unit: len(unit.before) for unit in facts.units}
     uses = {source: len(readers) + source.is_output for source, readers in facts.readers.items()}
     frees = dict.fromkeys(facts.units, 0)
     for unit in facts.units:
-        frees[unit] += sum([source.bytes for source in facts.reads[unit] if uses[source] == 1])
+        frees[unit] += sum([source.bytes for source in unit.roots if uses[source] == 1])
         frees[unit] += sum([source.bytes for source in unit.made if uses[source] == 0])
     live = sum([source.bytes for source in facts.inputs])
     kept = sum([source.bytes for source in facts.readers if source.is_output and (source.task or source.freeable)])
@@ -130,7 +124,7 @@ def _least_peak_first(facts: _Facts) -> list[_Unit]:
             waits[unit] -= 1
             if not waits[unit]:
                 ready.append(unit)
-        for source in facts.reads[chosen]:
+        for source in chosen.roots:
             uses[source] -= 1
             if uses[source] == 1:
                 for unit in facts.readers[source]:
@@ -140,7 +134,7 @@ def _least_peak_first(facts: _Facts) -> list[_Unit]:
 
 def _breadth_first(facts: _Facts) -> list[_Unit]:
     """topological_sort_bfs: first what reads the oldest."""
-    waits = {unit: len(facts.before[unit]) for unit in facts.units}
+    waits = {unit: len(unit.before) for unit in facts.units}
     at: dict[_Unit, int] = {}
     heap: list[tuple[list[int], int, _Unit]] = []
     for unit in facts.units:
@@ -154,13 +148,13 @@ def _breadth_first(facts: _Facts) -> list[_Unit]:
         for unit in facts.following[chosen]:
             waits[unit] -= 1
             if not waits[unit]:
-                heappush(heap, (sorted([at[each] for each in facts.before[unit]]), unit.index, unit))
+                heappush(heap, (sorted([at[each] for each in unit.before]), unit.index, unit))
     return result
 
 
 def _depth_first(facts: _Facts) -> list[_Unit]:
     """topological_sort_dfs: the smallest first, each after what it reads."""
-    weight = {g: (g.size + sum([s.bytes for s in facts.reads[g]]), g.index) for g in facts.units}
+    weight = {g: (g.size + sum([s.bytes for s in g.roots]), g.index) for g in facts.units}
     done: dict[_Unit, None] = {}
     for start in sorted(facts.units, key=weight.__getitem__):
         stack = [start]
@@ -169,7 +163,7 @@ def _depth_first(facts: _Facts) -> list[_Unit]:
             if unit in done:
                 stack.pop()
                 continue
-            missing = [each for each in facts.before[unit] if each not in done]
+            missing = [each for each in unit.before if each not in done]
             if missing:
                 stack += sorted(missing, key=weight.__getitem__, reverse=True)
             else:

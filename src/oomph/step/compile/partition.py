@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 import msgspec
 
@@ -81,7 +82,7 @@ def _in_engines_order(values: Sequence[Value], late: Sequence[Value], saved: set
             if each in wanted and each not in done and each not in found and each not in saved:
                 found.add(each)
                 todo += each.inputs
-        result += sorted(found)
+        result += sorted(found, key=attrgetter("index"))
         done |= found
     return result
 
@@ -207,7 +208,7 @@ class _Partitioner:
             if not self.forward[used.index]:
                 continue
             users = [user for user in used.users if self.forward[user.index]]
-            if not users:
+            if len(users) < 2:
                 continue
             first = self._first_unfusible(users, max(self.order[user.index] for user in users))
             for user in users:

@@ -31,7 +31,7 @@ _AROUND = {
     "gradient_accumulation_steps": 1, "world_size": 1, "eval_iters": 1, "optimizer": "adamw", "optimizer_loop": "fused",
     "expandable_segments": False, "grad_clip": 1.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95,
     "learning_rate": 1.0, "min_lr": 0.0, "max_iters": 1, "warmup_iters": 0, "lr_decay_iters": 0, "decay_lr": False,
-    "eval_only": False,
+    "eval_only": False, "eval_interval": 1, "dataset": "", "dataset_tokens": None,
 }  # fmt: skip
 
 

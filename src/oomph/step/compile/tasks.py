@@ -23,10 +23,10 @@ class Source:
         "donated",
         "dtype",
         "freeable",
+        "inside",
         "is_output",
         "kind",
         "name",
-        "root",
         "strides",
         "task",
         "users",
@@ -41,9 +41,14 @@ class Source:
         self.is_output = False
         self.freeable = task is not None  # of inputs: those that forward saved
         self.donated = task is not None  # it may be overwritten
-        self.root: Source = self  # whose memory it is
+        self.inside: Source | None = None  # in whose memory it is, where that is not its own
         self.batched = False  # its size grows with the batch
         self.strides: Shape = ()
+
+    @property
+    def root(self) -> Source:
+        """Whose memory it is."""
+        return self.inside or self
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.bytes}>"
@@ -130,21 +135,30 @@ def merged(shape: Shape, strides: Shape | None, offset: int = 0, laid: Shape | N
 def through(view: View, read: Read) -> Read:
     """What a view of a cell reads of a buffer that the cell reads."""
     source, strides, start = read
-    base_shape, base = view.cell.shape, view.cell.strides
     if strides is None:
         return read
+    cell = view.cell
+    found, first = _composed(view.shape, view.strides, view.offset, cell.shape, cell.strides, strides)
+    return (source, None, 0) if found is None else (source, found, start + first)
+
+
+@lru_cache(maxsize=1024)
+def _composed(
+    shape: Shape, steps: Shape, offset: int, base_shape: Shape, base: Shape, strides: Shape
+) -> tuple[Shape | None, int]:
+    """Strides in a buffer, and the first place, of a view of what has these strides there; None where it has none."""
     dims = sorted([(base[d], base_shape[d], strides[d]) for d in range(len(base)) if base_shape[d] > 1], reverse=True)
     result: list[int] = []
-    for size, step in zip(view.shape, view.strides, strict=True):
+    for size, step in zip(shape, steps, strict=True):
         found = 0 if size == 1 or step == 0 else _along(dims, size, step)
         if found is None:
-            return source, None, 0
+            return None, 0
         result.append(found)
-    left = view.offset
+    first = 0
     for outer, _, own in dims:
-        start += left // outer * own
-        left %= outer
-    return source, tuple(result), start
+        first += offset // outer * own
+        offset %= outer
+    return tuple(result), first
 
 
 def _along(dims: Sequence[tuple[int, int, int]], size: int, step: int) -> int | None:

@@ -28,7 +28,7 @@ def pointwise(name: str, *operands: Tensor, dtype: str | None = None) -> Tensor:
         return tape.made(name, shape, dtype or x.dtype, operands, strides=strides)
     sized = [x for x in operands if x.shape] or operands  # a single number takes the others' dtype
     common = promote([x.dtype for x in sized])
-    shape, strides = result_layout([(x.shape, x.strides) for x in operands])
+    shape, strides = result_layout(tuple([(x.shape, x.strides) for x in operands]))
     spent: list[int] = []
     if not tape.cuda:
         spent = [x.numel * ITEM_BYTES[common] for x in sized if x.dtype != common]

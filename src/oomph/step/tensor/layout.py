@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 Shape = tuple[int, ...]
 
@@ -51,6 +52,7 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
     return True
 
 
+@lru_cache(maxsize=1024)  # blocks are alike: a model asks for few
 def is_dense(shape: Shape, strides: Shape) -> bool:
     """Whether the elements fill one stretch of memory, in any order of dimensions (non-overlapping and dense)."""
     step = 1
@@ -84,7 +86,8 @@ def promote(dtypes: Sequence[str]) -> str:
     return best
 
 
-def result_layout(operands: Sequence[tuple[Shape, Shape]]) -> tuple[Shape, Shape]:
+@lru_cache(maxsize=1024)
+def result_layout(operands: tuple[tuple[Shape, Shape], ...]) -> tuple[Shape, Shape]:
     """Shape and strides of an elementwise result: dimensions in the operands' order, as TensorIterator sorts them."""
     shape = broadcast([shape for shape, _ in operands])
     first = operands[0]
