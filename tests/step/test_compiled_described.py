@@ -112,6 +112,16 @@ def test_every_described_family_is_as_inductor_plans_it(family: str) -> None:
     assert max(map(abs, errors.values())) <= WORST, errors
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["llama", "olmo2", "qwen3"])
+def test_one_short_sequence_compiles_as_inductor_plans_it(family: str) -> None:
+    model = Hf(family, layers=1, width=256, ffn=512, vocab=12544, batch=1, tokens=128, tie=False)
+    config = replace(config_of(model, "autocast"), compile=True)
+    sizes = [find_peak(step).allocated_bytes for step in (described(config), planned(model, "autocast"))]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.005)
+
+
 def test_a_compiled_llama_is_as_inductor_plans_it() -> None:
     torch.manual_seed(0)
     assert abs(error_of("llama", 100)) <= 0.01

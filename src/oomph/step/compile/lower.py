@@ -75,7 +75,7 @@ class Lowering:
                 self._maybe_write(value)
         found = {value: self._write(self.views[value].cell) for value in self.outputs if value in self.views}
         for source in found.values():
-            source.is_output = True
+            source.is_output = source.root.is_output = True
         return found
 
     # --- values -------------------------------------------------------------------------------------------------
