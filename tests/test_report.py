@@ -110,7 +110,7 @@ def test_scores_are_said_to_be_left_out_only_where_one_kernel_computes_attention
     keys: dict[str, object], fused: bool
 ) -> None:
     small = {"n_layer": 2, "n_embd": 256, "n_head": 16, "vocab_size": 512, "block_size": 64, "compile": False}
-    sentences = peak.sentences(oomph.plan({**small, **keys}, "RTX 4070"))
+    sentences = peak.peak_sentences(oomph.plan({**small, **keys}, "RTX 4070"))
     assert any("T × T" in sentence for sentence in sentences) == fused
 
 

@@ -14,7 +14,7 @@ from oomph.config.schema import TrainConfig
 from oomph.predict.memory import find_peak
 from oomph.step import build as steps
 from oomph.step import loop
-from oomph.step.ops import Kind, Phase
+from oomph.step.ops import Buffer, Kind, Phase
 from oomph.step.tensor.tensor import Storage
 
 
@@ -196,6 +196,19 @@ def test_a_first_step_leaves_the_optimizers_state_behind(config: TrainConfig) ->
     first, later = loop.build(config, first=True), loop.build(config)
     left = sum(rounded(first.resident)) + sum(sum(movements(section)) for section in first.sections)
     assert left == sum(rounded(later.resident))
+
+
+def test_a_block_keeps_36_bytes_for_each_number_of_its_input() -> None:
+    config = TrainConfig(n_layer=4, batch_size=2, dropout=0.0, dtype="bfloat16", compile=False, attention="flash")
+    alive: set[Buffer] = set()
+    for op in steps.build(config, evaluates=False).sections[0].ops:
+        if op.phase is Phase.FORWARD:
+            alive = (alive | set(op.allocates)) - set(op.frees)
+    numbers = config.batch_size * config.block_size * config.n_embd
+    kept = [
+        b.bytes for b in alive if b.block == 2 and b.kind in (Kind.ACTIVATIONS, Kind.ATTENTION) and b.bytes > numbers
+    ]
+    assert sum(kept) == 36 * numbers
 
 
 def test_gpt2_at_16_sequences_peaks_where_the_loss_turns_back() -> None:

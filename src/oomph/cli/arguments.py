@@ -45,7 +45,7 @@ class VerbParser(argparse.ArgumentParser):
         return Problem(self.prog, message, allowed=f"what {self.prog} --help lists")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """argparse's own, which ends at the first wrong value; with `problems`, the option is then as if not given."""
+        """As argparse does, but with `problems` a wrong value is noted there and the option is left unset."""
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:

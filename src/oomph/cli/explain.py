@@ -88,7 +88,7 @@ def _introduce(out: IO[str], follower: Follower, gpu: str | None, overrides: Seq
     """The run's figures once there are enough of them, and everything that is wrong."""
     from oomph.runs.explain import explain
 
-    override(follower.builder, overrides)  # once more: the log has had its say since
+    override(follower.builder, overrides)  # again: new lines of the log may have replaced them
     found = explain(follower.run, gpu, with_fixes=False)
     for finding in found.findings:
         if finding.severity != "info" or finding.id in SAID_ONCE:

@@ -103,7 +103,7 @@ def _every_card(options: argparse.Namespace, loaded: LoadedConfig, line: StatusL
 
 
 def _problems(options: argparse.Namespace) -> Iterator[Problem]:
-    """What can be told to be wrong before the search."""
+    """Problems that can be found before the search."""
     if options.gpu == EVERY_CARD:
         for name, given in (("--largest", options.largest), ("--write", options.write)):
             if given:

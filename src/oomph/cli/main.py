@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _send_again(lost: sys.UnraisableHookArgs) -> None:
-    """An interrupt that comes while an object is let go is dropped by Python, and a step's buffers are let go all the
-    time: it is sent once more, a moment later."""
+    """Python drops a KeyboardInterrupt raised in `__del__`, and buffers are deleted all the time: it is sent again, a
+    moment later."""
     if lost.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(lost)
         return

@@ -85,7 +85,7 @@ def _shown(prompt: str, text: str) -> str:
 
 
 def _save(run: Path, seed: int, text: str) -> None:
-    """Into the folder of the run that the checkpoint is one of."""
+    """Saves the text in the folder of the checkpoint's run."""
     from oomph.files import write_whole
 
     folder = run / "samples"

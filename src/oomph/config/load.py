@@ -257,7 +257,7 @@ def _defaults() -> dict[str, object]:
 
 
 def preset(name: str) -> Layer | None:
-    """The layer of a preset, a program's defaults with that size; None where the name is none."""
+    """The layer of a preset, a program's defaults with that size; None if no preset has that name."""
     program: str | None = None
     values: Mapping[str, int | str] | None = GPT2_SHAPES.get(name)
     if (depth := nanochat.depth_of(name)) is not None:

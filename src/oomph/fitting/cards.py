@@ -183,7 +183,7 @@ class _Search:
         self.reserve_mib = reserve_mib
         self.hours = hours
         self._before: Searcher | None = None
-        self._too_small: set[str] = set()  # kinds of which a card was, so that those with less room are
+        self._too_small: set[str] = set()  # kinds with a card that was too small: smaller ones are skipped
 
     def on_card(self, card: Device) -> CardOption:
         """What was asked, where that will do; else the fastest setting of a program that does, the one asked for first;

@@ -55,7 +55,7 @@ class Sketch:
         """What the device has to do in the first micro-step and, where there are several, in a later one."""
         if self._micro_steps:
             self._works = clock.works_of(self._micro_steps, device)
-            self._micro_steps = ()  # the operations are many, and have served
+            self._micro_steps = ()  # frees a long list that is no longer needed
         return self._works
 
 

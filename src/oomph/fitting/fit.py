@@ -301,7 +301,7 @@ def _training(option: Option) -> tuple[str, ...]:
 
 def with_a_leanest(found: Iterable[str], asked: str) -> list[str]:
     """The programs of which the leanest setting is looked for where nothing fits, the one asked for first: the patched
-    one only where it was asked for, for nobody patches what does not fit even so."""
+    one only where it was asked for: patching is pointless if the run still does not fit."""
     return [asked, *(key for key in found if key not in (asked, "patched"))]
 
 

@@ -237,12 +237,12 @@ class Sizer:
         return bisect_left(sizes, True, key=fails)
 
     def last(self, sizes: Sequence[DepthAndWidth]) -> DepthAndWidth | None:
-        """The last of growing sizes that will do: memory and time grow with them. Which it is is guessed first; those
-        about it are searched."""
+        """The largest of growing sizes that will do: memory and time grow with them. It is guessed first, then its
+        neighbours are searched."""
         guess = self._guess(sizes, 1.0)
         self.searcher.fragmented = 1.0
         if guess and not self.will_do(sizes[guess - 1]):
-            guess = self._guess(sizes, self.searcher.fragmented)  # as what was just simulated is
+            guess = self._guess(sizes, self.searcher.fragmented)  # with the fragmentation just simulated
         number = boundary(sizes, guess, self.will_do)
         near = range(number, min(number + NEARLY_ORDERED, len(sizes)))
         last = max([number - 1, *(place for place in near if self.will_do(sizes[place]))])

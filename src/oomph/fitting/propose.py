@@ -194,7 +194,7 @@ def _cure(smallest: Plan, limits: Limits) -> tuple[str]:
     if _too_few_tokens(smallest, limits):
         return ("give it more tokens or steps, or name the model with a config or --n_layer and --n_embd",)
     if not smallest.memory.fits:
-        batch = "a smaller batch_size, " if smallest.config.batch_size > 1 else ""  # which only who gave it has
+        batch = "a smaller batch_size, " if smallest.config.batch_size > 1 else ""  # above 1 only if the user set it
         return (f"give it {batch}a shorter block_size or a larger card",)
     if smallest.time is None:
         return ("give the card's --gpu_tflops and --gpu_gbs",)

@@ -196,8 +196,8 @@ class Searcher:
     def _first(
         self, ladder: Ladder, rung: int, fits: Callable[[int], bool], seems_to_fit: Callable[[int], bool] | None = None
     ) -> int:
-        """The first rung from this one on that passes: within a strand the peak sinks, so that one that fails speaks
-        for those below it. It is looked for where it seems to be, or else from below."""
+        """The first rung from this one on that passes: within a strand the peak falls, so if one fails, all below it
+        fail. It is looked for where it seems to be, or else from below."""
         first = len(ladder.counts)
         for strand in ladder.strands():
             places = strand[bisect_left(strand, rung) : bisect_left(strand, first)]

@@ -73,7 +73,7 @@ class Ladder(msgspec.Struct, frozen=True):
         return [msgspec.structs.replace(config, expandable_segments=each) for each in self.expandable_segments]
 
     def strands(self) -> list[list[int]]:
-        """The rungs in groups in which the peak sinks from each to the next.
+        """Groups of rungs in which peak memory falls from each to the next.
 
         With no block checkpointed the first one is like the others, and with all of them the last one's backward pass
         meets the loss's: both may turn the order, so that each is a group of its own. Between them compiled blocks

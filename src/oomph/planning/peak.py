@@ -9,7 +9,7 @@ from oomph.units import counted, mib
 LOGITS_SHARE = 0.5  # a buffer of at least this share of the half-precision logits counts as one of their size
 
 
-def sentences(about: Plan, lean: Plan | None = None) -> list[str]:
+def peak_sentences(about: Plan, lean: Plan | None = None) -> list[str]:
     """Who holds the peak and how much of it, the largest share first.
 
     With `lean`, the same run from `without_returned_logits`, also what not returning the logits would save.

@@ -28,8 +28,8 @@ def document(check: Check) -> doc.Document:
         what = "Memory ran out" if check.out_of_memory else "It failed"
         parts.append(doc.Verdict(f"{what}: {check.failure.rstrip('.')}", "no"))
     parts.append(doc.Table(COLUMNS, (("", tuple(_rows(check))),)))
-    parts += doc.sentences("", tuple(_facts(check)))
-    parts += doc.sentences("", check.notes, "short")
+    parts += doc.sentence_list("", tuple(_facts(check)))
+    parts += doc.sentence_list("", check.notes, "short")
     return doc.Document(tuple(parts), "how each figure was measured")
 
 

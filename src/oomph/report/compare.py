@@ -60,9 +60,9 @@ def document(found: Comparison) -> doc.Document:
         f"{each.low:.3f} and {each.high:.3f}"
         for name, each in found.forecasts.items()
     )
-    parts += doc.sentences("to expect", tuple(forecasts))
-    parts += doc.sentences("not comparable", tuple(each.text for each in found.not_comparable))
-    parts += doc.sentences("to know", tuple(each.text for each in found.notes))
+    parts += doc.sentence_list("to expect", tuple(forecasts))
+    parts += doc.sentence_list("not comparable", tuple(each.text for each in found.not_comparable))
+    parts += doc.sentence_list("to know", tuple(each.text for each in found.notes))
     apart = len(found.not_comparable)
     held = f"{apart} reason{'s' * (apart != 1)} not to compare them, " if apart else ""
     return doc.Document(tuple(parts), f"why, {held}every figure, losses side by side")

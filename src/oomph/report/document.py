@@ -181,7 +181,7 @@ class Document(msgspec.Struct, frozen=True):
         return Document((*self.parts, *(Next(*command) for command in commands)), self.more)
 
 
-def sentences(heading: str, lines: tuple[str, ...], shown: Shown = "detail") -> list[Part]:
+def sentence_list(heading: str, lines: tuple[str, ...], shown: Shown = "detail") -> list[Part]:
     """A list of plain sentences, or nothing where there are none."""
     return [Items(heading, tuple(Item(line) for line in lines), shown=shown)] if lines else []
 

@@ -51,7 +51,7 @@ def document(explanation: Explanation) -> doc.Document:
     short = tuple(_item(finding) for finding in found if finding.id in IN_SHORT and finding.severity == "info")
     parts += [doc.Items("", short, shown="short")] if short else []
     parts += [] if urgent else fixes
-    parts += doc.sentences("to know", plan.notes if plan is not None else ())
+    parts += doc.sentence_list("to know", plan.notes if plan is not None else ())
     return doc.Document(tuple(parts), f"all {len(found)} findings, with their reasons")
 
 

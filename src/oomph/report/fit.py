@@ -63,11 +63,11 @@ def document(fit: Fit) -> doc.Document:
     ]
     parts += [doc.Bars(tuple(bars), shown="short")] if bars else []
     parts += [options_table(fit, _first(fit))] if fit.options else []
-    parts += doc.sentences("why", fit.why)
-    parts += doc.sentences("what changes in the training", tuple(_effects(fit)))
+    parts += doc.sentence_list("why", fit.why)
+    parts += doc.sentence_list("what changes in the training", tuple(_effects(fit)))
     if any(option.patched and option.fits for option in fit.options):
         parts.append(doc.Code("the two-line patch for nanoGPT", PATCH, WHY_SAFE, shown="detail"))
-    parts += doc.sentences("to know", fit.now.notes)
+    parts += doc.sentence_list("to know", fit.now.notes)
     weighed = f"{fit.evaluated:,} settings weighed; every one shown is simulated in full on this card."
     parts.append(doc.Text(weighed, shown="detail"))
     hidden = len(fit.options) - len(_first(fit))

@@ -133,7 +133,7 @@ def document(plans: Sequence[Plan], summary: Summary) -> doc.Document:
         parts.append(doc.Table(PACES, (("", rows),), shown="detail"))
     parts.append(doc.Facts(tuple(_in_a_line(plans[0])), shown="short"))
     parts.append(doc.Facts(summary.facts, shown="detail"))
-    parts += doc.sentences("to know", summary.notes)
+    parts += doc.sentence_list("to know", summary.notes)
     more = f"every component, what holds the peak, {counted(len(summary.notes), 'note')}"
     return doc.Document(tuple(parts), more)
 
@@ -305,8 +305,8 @@ def _finish(now: datetime, seconds: float) -> str:
 
 def _facts(plans: Sequence[Plan], lean: Plan | None) -> list[tuple[str, str]]:
     plan = plans[0]
-    facts = [(plan.program, sentence) for sentence in peak.sentences(plan, lean)]
-    facts += [(other.program, peak.sentences(other)[0]) for other in plans[1:]]
+    facts = [(plan.program, sentence) for sentence in peak.peak_sentences(plan, lean)]
+    facts += [(other.program, peak.peak_sentences(other)[0]) for other in plans[1:]]
     if plan.time is not None:
         facts.append(("time", _parts(plan.time)))
         facts.append(("use", _use(plan)))

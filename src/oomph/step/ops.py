@@ -1,6 +1,6 @@
 """The vocabulary of a training step: operations that allocate and free buffers, compute and move bytes.
 
-Everything oomph says is a fold over a list of these: peak memory and its owners, what the caching
+Everything oomph says is computed from a list of these: peak memory and its owners, what the caching
 allocator reserves, seconds, joules. Several sources write such lists (arithmetic, a fake-tensor trace,
 a compiled graph, a real memory snapshot), and they must agree.
 """

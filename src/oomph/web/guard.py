@@ -86,7 +86,7 @@ class Guard:
         return name in self.hosts if self.hosts is not None else _is_address(name) or name in own_names()
 
     def _login(self, scope: Scope) -> Response | None:
-        """With a token, nothing is shown to who does not have it. The address that holds it leaves a cookie behind."""
+        """With a token, requests without it are refused. The address that holds it leaves a cookie behind."""
         if self.token is None:
             return None
         headers = Headers(scope=scope)

@@ -1,6 +1,6 @@
 """`Finding`: one statement of an explanation, with its figures.
 
-Each module here makes those of one topic. A new finding is a function that `findings()` of its module yields from.
+Each module makes those of one kind of evidence. A new one is a function that its module's `findings()` yields from.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ def _capitalised(part: str) -> str:
     word = part.split(" ", 1)[0]
     is_name = any(mark in word for mark in "._=") or not word.islower()
     return part if is_name else f"{part[0].upper()}{part[1:]}"
-
-
-def counted(number: int, what: str) -> str:
-    """ "1 step", "4 steps"."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def listed(parts: Iterable[str]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from oomph.runs.figures import Evidence
-from oomph.runs.findings import Finding, counted, known, listed, sentences
+from oomph.runs.findings import Finding, known, listed, sentences
 from oomph.runs.run import Scalar
-from oomph.units import mib, tflops
+from oomph.units import counted, mib, tflops
 
 SHOWN = 5  # unreadable lines, and open choices
 SHOWN_FRAMES = 6

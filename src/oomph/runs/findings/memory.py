@@ -124,7 +124,7 @@ def _headroom(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _peak(plan: Plan) -> Finding:
-    from oomph.planning.peak import sentences as about_peak
+    from oomph.planning.peak import peak_sentences
     from oomph.planning.plan import without_returned_logits
 
     memory = plan.memory
@@ -133,7 +133,11 @@ def _peak(plan: Plan) -> Finding:
     title = f"Memory peaks in {memory.peak_at}; the largest part: {largest}"
     numbers: dict[str, Scalar] = {"allocated_mib": memory.allocated_mib, "peak_at": memory.peak_at}
     return Finding(
-        "memory.peak", "info", title, sentences(about_peak(plan, without_returned_logits(plan))), numbers | dict(shares)
+        "memory.peak",
+        "info",
+        title,
+        sentences(peak_sentences(plan, without_returned_logits(plan))),
+        numbers | dict(shares),
     )
 
 

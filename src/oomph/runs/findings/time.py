@@ -10,11 +10,11 @@ from oomph.predict.gpu_kernels import LIKELY, op_seconds
 from oomph.predict.run_time import NANOGPT_PEAK_FLOPS
 from oomph.runs import health
 from oomph.runs.figures import Evidence
-from oomph.runs.findings import Finding, Severity, counted, known, listed, sentences
+from oomph.runs.findings import Finding, Severity, known, listed, sentences
 from oomph.runs.pace import StepPace
 from oomph.runs.run import Scalar
 from oomph.step.ops import Kernel, Op, Phase
-from oomph.units import count, duration, scientific, tflops
+from oomph.units import count, counted, duration, scientific, tflops
 
 SLOWER = 1.25  # times the slowest predicted; beyond it, something else slows the run down
 STALLS = 0.02  # share of steps that wait for something

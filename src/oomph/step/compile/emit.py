@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from oomph.step.compile.fuse import Group
 from oomph.step.compile.graph import How, Value
-from oomph.step.compile.tasks import Source, Task
+from oomph.step.compile.tasks import LoopNest, TaskBuffer
 from oomph.step.ops import Buffer, Kernel, Op, Phase
 from oomph.step.tensor.layout import ITEM_BYTES, numel
 
@@ -20,7 +20,7 @@ _Frees = list[Buffer]
 def emitted(
     order: Sequence[Group],
     live: Sequence[int],
-    buffers: dict[Source, Buffer],
+    buffers: dict[TaskBuffer, Buffer],
     held: Collection[Buffer],
     phase: Phase,
 ) -> tuple[tuple[Op, ...], dict[Op, int]]:
@@ -35,20 +35,22 @@ def emitted(
 
 class _Emitter:
     def __init__(
-        self, order: Sequence[Group], live: Sequence[int], buffers: dict[Source, Buffer], held: Collection[Buffer],
+        self, order: Sequence[Group], live: Sequence[int], buffers: dict[TaskBuffer, Buffer], held: Collection[Buffer],
         phase: Phase,
     ) -> None:  # fmt: skip
         self.order, self.live, self.buffers, self.held, self.phase = order, list(live), buffers, set(held), phase
         self.limit = max(live, default=0)
         self.still: list[int] = []  # bytes moved, by operation, that are no multiple of the batch
-        self.done: set[Task] = set()
+        self.done: set[LoopNest] = set()
         self.pool: dict[tuple[str, int], list[tuple[int, _Frees, Buffer]]] = {}
         self.aliases: dict[Buffer, int] = {}  # of inputs: by how many names the program still knows them
         for source, buffer in buffers.items():
             if source.users:
                 self.aliases[buffer] = self.aliases.get(buffer, 0) + 1
-        self.taken: set[Source] = set()  # overwritten in place
-        self.internal: dict[Source, Source | None] = {}  # what never leaves its kernel, and what it would overwrite
+        self.taken: set[TaskBuffer] = set()  # overwritten in place
+        self.internal: dict[
+            TaskBuffer, TaskBuffer | None
+        ] = {}  # what never leaves its kernel, and what it would overwrite
         self.last = self._last_uses()
 
     def run(self) -> tuple[Op, ...]:
@@ -56,21 +58,21 @@ class _Emitter:
         for step, group in enumerate(self.order):
             fresh = self._outputs(step, group)
             self.done.update(group.tasks)
-            spent = _spent(group.tasks[-1].value)
-            frees: _Frees = list(spent)
-            memory.append((fresh + spent, frees))
+            temporaries = _temporaries(group.tasks[-1].value)
+            frees: _Frees = list(temporaries)
+            memory.append((fresh + temporaries, frees))
             for source in self.last[step]:
                 self._drop(step, source, frees)
         return tuple([self._op(group, *each) for group, each in zip(self.order, memory, strict=True)])
 
-    def _last_uses(self) -> list[list[Source]]:
-        last: dict[Source, int] = {}
+    def _last_uses(self) -> list[list[TaskBuffer]]:
+        last: dict[TaskBuffer, int] = {}
         for step, group in enumerate(self.order):
             for source in group.writes:
                 last[source.root] = step
             for source in group.reads:
                 last[source.root] = step
-        result: list[list[Source]] = [[] for _ in self.order]
+        result: list[list[TaskBuffer]] = [[] for _ in self.order]
         outputs = {source.root for group in self.order for source in group.writes if source.is_output}
         for source, step in last.items():
             if source not in outputs and not source.is_output:
@@ -98,7 +100,7 @@ class _Emitter:
                     fresh += self._allocated(step, source)
         return fresh
 
-    def _overwritten(self, task: Task, out: Source, access: object) -> Source | None:
+    def _overwritten(self, task: LoopNest, out: TaskBuffer, access: object) -> TaskBuffer | None:
         """An operand that nothing else reads any more, of the result's size, read where the result is written.
 
         The first such operand is taken. One that never leaves the kernel has no memory but what it overwrote itself.
@@ -117,7 +119,7 @@ class _Emitter:
                 return source if buffer is not None else self.internal.get(source)
         return None
 
-    def _allocated(self, step: int, source: Source) -> list[Buffer]:
+    def _allocated(self, step: int, source: TaskBuffer) -> list[Buffer]:
         waiting = self.pool.get((source.dtype, source.bytes))
         if waiting:
             since, frees, buffer = waiting[-1]
@@ -131,11 +133,11 @@ class _Emitter:
                 return []
         return [self._new(source)]
 
-    def _new(self, source: Source) -> Buffer:
+    def _new(self, source: TaskBuffer) -> Buffer:
         buffer = self.buffers[source] = Buffer(source.name, source.bytes, source.kind, source.block)
         return buffer
 
-    def _drop(self, step: int, source: Source, frees: _Frees) -> None:
+    def _drop(self, step: int, source: TaskBuffer, frees: _Frees) -> None:
         """The last use is over."""
         buffer = self.buffers.get(source)
         if buffer is None or source in self.taken:
@@ -183,12 +185,12 @@ class _Emitter:
         return sum([size for size, _ in total])
 
 
-def _is_internal(source: Source, group: Group) -> bool:
+def _is_internal(source: TaskBuffer, group: Group) -> bool:
     """Whether it never leaves the kernel that computes it."""
     return not source.is_output and not group.is_extern and set(group.tasks).issuperset(source.users)
 
 
-def _spent(value: Value) -> list[Buffer]:
+def _temporaries(value: Value) -> list[Buffer]:
     """Memory that a kernel needs only while it runs."""
-    sizes = value.facts.get("facts", {}).get("spent", ())
+    sizes = value.facts.get("facts", {}).get("temporaries", ())
     return [Buffer(f"{value.name}.temporary", size, value.kind, value.block) for size in sizes]

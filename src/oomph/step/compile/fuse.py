@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from oomph.step.compile.lower import SMS
-from oomph.step.compile.tasks import Access, Source, Task
+from oomph.step.compile.tasks import Access, LoopNest, TaskBuffer
 from oomph.step.tensor.layout import ITEM_BYTES, numel
 
 _MOST_TASKS = 64  # torch._inductor.config.max_fusion_size
@@ -35,7 +35,7 @@ class Group:
         "reduction", "shape", "size", "spare", "tasks", "touched", "writes",
     )  # fmt: skip
 
-    def __init__(self, task: Task, place: int) -> None:
+    def __init__(self, task: LoopNest, place: int) -> None:
         self.tasks, self.names, self.ancestors = [task], 1 << task.index, task.ancestors
         self.first = self.last = place
         self.is_extern = task.is_extern
@@ -44,8 +44,8 @@ class Group:
         self.numel, self.shape = task.numel, task.shape
         self.size = task.whole[0] * task.whole[1]  # of the largest loops: those of `shape`
         self.extents = {task.numel, task.numel * task.reduced, self.size} if task.is_reduction else {task.numel}
-        self.reads: dict[Source, set[Access]] = task.reads
-        self.writes: dict[Source, Access] = dict(task.writes)
+        self.reads: dict[TaskBuffer, set[Access]] = task.reads
+        self.writes: dict[TaskBuffer, Access] = dict(task.writes)
         self.mixed: tuple[Group, Group] | None = None  # the tasks along rows, and those along columns
         self.buffers = {**self.reads, **self.writes}.keys()
         self.touched = {(source, access) for source, found in self.reads.items() for access in found if access}
@@ -80,22 +80,22 @@ class Group:
         return both
 
 
-def _spare(reads: Iterable[Source]) -> set[tuple[str, int]]:
+def _spare(reads: Iterable[TaskBuffer]) -> set[tuple[str, int]]:
     return {(source.dtype, source.bytes) for source in reads if source.task is not None and len(source.users) == 1}
 
 
-def fused(tasks: Sequence[Task], mixes: bool) -> list[Group]:
+def fused(tasks: Sequence[LoopNest], mixes: bool) -> list[Group]:
     """The kernels, in an order that they can run in. `mixes`: rows and columns may be summed up together."""
     return _Fusion(tasks, mixes).run()
 
 
 class _Fusion:
-    def __init__(self, tasks: Sequence[Task], mixes: bool) -> None:
+    def __init__(self, tasks: Sequence[LoopNest], mixes: bool) -> None:
         self.mixes = mixes
         self.reorders = False
         self.scores: dict[tuple[Group, Group], _Score | None] = {}  # of pairs, as far as they alone decide it
         groups: list[Group] = []
-        self.group_of: dict[Task, Group] = {}
+        self.group_of: dict[LoopNest, Group] = {}
         for task in tasks:
             mask = 0
             for source in task.reads:
@@ -137,7 +137,7 @@ class _Fusion:
 
     def _pairs(self) -> list[tuple[Group, Group]]:
         """Every pair that may be joined, the best first."""
-        sharing: dict[Source, list[Group]] = {}
+        sharing: dict[TaskBuffer, list[Group]] = {}
         for group in self.groups:
             if not group.is_extern:
                 for source in group.buffers:
@@ -228,7 +228,7 @@ def _makes_a_circle(first: Group, second: Group, joined: Iterable[Group]) -> boo
     """Whether, through kernels joined before, one would have to run both before and after the other."""
     names = first.names | second.names
     seen = (first.ancestors | second.ancestors) & ~names
-    # On such a way lie only kernels of which a part runs after the first task, and a part before the last.
+    # Only kernels that overlap [start, end] can lie on such a path.
     start, end = min(first.first, second.first), max(first.last, second.last)
     near = [g for g in joined if g.last > start and g.first < end and g is not first and g is not second]
     grown = True
@@ -277,7 +277,7 @@ def _share_workspace(columns: Group) -> None:
             source.bytes = 4 * count * -(-rows // few)
 
 
-def _reads_all(source: Source, group: Group) -> bool:
+def _reads_all(source: TaskBuffer, group: Group) -> bool:
     """Whether a group's loops read a number of the buffer each."""
     reducing = group.reduction
     assert reducing is not None

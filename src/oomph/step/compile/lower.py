@@ -11,7 +11,18 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from oomph.step.compile.graph import How, Value
-from oomph.step.compile.tasks import Cell, Read, Source, Task, View, broadcast, merged, placed, still, through
+from oomph.step.compile.tasks import (
+    LazyResult,
+    LoopNest,
+    Read,
+    TaskBuffer,
+    View,
+    broadcast,
+    merged,
+    placed,
+    still,
+    through,
+)
 from oomph.step.ops import Kind
 from oomph.step.tensor.layout import ITEM_BYTES, Shape, numel
 
@@ -49,7 +60,7 @@ class Lowering:
     def __init__(
         self,
         graph: Sequence[Value],
-        given: Mapping[Value, Source],
+        given: Mapping[Value, TaskBuffer],
         outputs: Iterable[Value],
         cuda: bool,
         visible: Iterable[Value] = (),  # what the program's caller sees: laid out as it expects
@@ -59,15 +70,15 @@ class Lowering:
         self.visible = {base_of(value) for value in visible}
         self.inside = set(graph)
         self.outputs = set(outputs)
-        self.tasks: list[Task] = []
+        self.tasks: list[LoopNest] = []
         self.views: dict[Value, View] = {}
         for value, source in given.items():
-            cell = Cell(value, value.shape, value.strides)
+            cell = LazyResult(value, value.shape, value.strides)
             cell.source = source
             self.views[value] = View(cell, value.shape, value.strides)
-        self.items: dict[Value, dict[int, Source]] = {}
+        self.items: dict[Value, dict[int, TaskBuffer]] = {}
 
-    def run(self) -> dict[Value, Source]:
+    def run(self) -> dict[Value, TaskBuffer]:
         """Every task; returns the buffer behind each output."""
         for value in self.graph:
             self._lower(value)
@@ -114,7 +125,7 @@ class Lowering:
         if call.facts.get("reduction"):
             self._statistics(call)
         if value not in self.views:  # one that nothing reads
-            self.views[value] = View(Cell(value, value.shape, value.strides), value.shape, value.strides)
+            self.views[value] = View(LazyResult(value, value.shape, value.strides), value.shape, value.strides)
 
     def _statistics(self, call: Value) -> None:
         """var_mean: two results of one pass."""
@@ -126,8 +137,8 @@ class Lowering:
                 self.views[item] = self._reduction(item, call.inputs[0])
 
     def _pointwise(self, value: Value) -> None:
-        cell = Cell(value, value.shape, value.strides)
-        ops: dict[Hashable, frozenset[Source]] = {}
+        cell = LazyResult(value, value.shape, value.strides)
+        ops: dict[Hashable, frozenset[TaskBuffer]] = {}
         indirect = value.how is How.GATHER or bool(value.facts.get("gathers"))
         places: tuple[int, tuple[int, ...]] | None = value.facts.get("places")
         reads: dict[Read, None] = {}
@@ -207,7 +218,7 @@ class Lowering:
 
     def _unrolled(self, value: Value, view: View) -> View:
         """A sum of a few numbers is elementwise."""
-        cell = Cell(value, value.shape, value.strides)
+        cell = LazyResult(value, value.shape, value.strides)
         cell.reads = list(dict.fromkeys([(source, None, 0) for source, _, _ in self._reads(view)]))
         cell.ops = view.cell.ops | {value.index: frozenset([read[0] for read in cell.reads])}
         return View(cell, value.shape, value.strides)
@@ -218,7 +229,7 @@ class Lowering:
             if item.how is How.ITEM:
                 self.views[item] = self._result(task, item)
 
-    def _extern(self, value: Value) -> Task:
+    def _extern(self, value: Value) -> LoopNest:
         """A kernel from outside reads whole buffers."""
         sources = [self._operand(each, value) for each in value.inputs]
         task = self._task(value, 0, 1, is_extern=True)
@@ -226,7 +237,7 @@ class Lowering:
             task.read(source, None)
         return task
 
-    def _operand(self, operand: Value, kernel: Value) -> Source:
+    def _operand(self, operand: Value, kernel: Value) -> TaskBuffer:
         """Its buffer. What is not written by then is written for this kernel alone if that is attention.
 
         Forward takes a mask that is repeated for every sequence once, backward whole (lowering.py `sdpa_constraint`).
@@ -235,14 +246,14 @@ class Lowering:
         if view.cell.source is not None or not kernel.op.startswith("attention"):
             return self._write(view.cell)
         whole = kernel.op == "attention_backward" and 0 in operand.strides
-        copy = Cell(operand, operand.shape, operand.strides) if whole else _fresh(view.cell)
+        copy = LazyResult(operand, operand.shape, operand.strides) if whole else _fresh(view.cell)
         copy.reads = self._reads(view) if whole else list(view.cell.reads)
         return self._write(copy)
 
     def _scatter(self, value: Value) -> None:
         """Zeros are written, then the rows are added in place."""
         zeros, *rest = value.inputs
-        cell = Cell(value, value.shape, value.strides)
+        cell = LazyResult(value, value.shape, value.strides)
         cell.source = source = self._write(_fresh(self.views[zeros].cell))
         source.name, source.kind = value.name, value.kind
         rows = rest[-1]
@@ -285,17 +296,17 @@ class Lowering:
         if (len(cell.reads) > _READS or self._is_large(cell)) and self._nontrivial(cell) > 1:
             self._write(cell)
 
-    def _nontrivial(self, cell: Cell) -> int:
+    def _nontrivial(self, cell: LazyResult) -> int:
         """Reads at places that are not always the same."""
         return sum([strides is None or any(strides) for _, strides, _ in cell.reads])
 
-    def _is_large(self, cell: Cell) -> bool:
+    def _is_large(self, cell: LazyResult) -> bool:
         return len(cell.ops) + len(cell.reads) > _OPERATIONS
 
-    def _is_heavy(self, cell: Cell) -> bool:
+    def _is_heavy(self, cell: LazyResult) -> bool:
         return cell.value.op.partition("_")[0] in _HEAVY
 
-    def _write(self, cell: Cell, shape: Shape | None = None) -> Source:
+    def _write(self, cell: LazyResult, shape: Shape | None = None) -> TaskBuffer:
         """Its buffer, written if it is not there, in loops over `shape`."""
         if cell.source is None:
             task = self._task(cell.value, numel(cell.shape), 1)
@@ -307,18 +318,18 @@ class Lowering:
         assert cell.source is not None
         return cell.source
 
-    def _task(self, value: Value, count: int, reduced: int, is_extern: bool = False) -> Task:
-        task = Task(len(self.tasks), value, count, reduced, is_extern)
+    def _task(self, value: Value, count: int, reduced: int, is_extern: bool = False) -> LoopNest:
+        task = LoopNest(len(self.tasks), value, count, reduced, is_extern)
         self.tasks.append(task)
         return task
 
-    def _source(self, task: Task, value: Value, size_bytes: int, kind: Kind) -> Source:
-        source = Source(value.name, size_bytes, value.dtype, kind, value.block, task)
+    def _source(self, task: LoopNest, value: Value, size_bytes: int, kind: Kind) -> TaskBuffer:
+        source = TaskBuffer(value.name, size_bytes, value.dtype, kind, value.block, task)
         source.batched = size_bytes != value.bytes or value.bytes % self.batch_size == 0  # padded, or in part a sum
         return source
 
-    def _result(self, task: Task, value: Value) -> View:
-        cell = Cell(value, value.shape, value.strides)
+    def _result(self, task: LoopNest, value: Value) -> View:
+        cell = LazyResult(value, value.shape, value.strides)
         padded = self.cuda and value not in self.visible and value.how is not How.ITEM
         size = padded_bytes(value.shape, value.strides, value.dtype) if padded else value.bytes
         cell.source = self._source(task, value, size, value.kind)
@@ -336,15 +347,15 @@ def _operations(value: Value) -> int:
     return 1 + (count < _OPERANDS.get(value.op.partition("_")[0].partition(".")[0], 0))
 
 
-def _shifted(cell: Cell, reads: Sequence[Read], shift: tuple[int, int]) -> dict[Hashable, frozenset[Source]]:
-    """The operations of a result that is not written, read as here: those on other numbers are others."""
+def _shifted(cell: LazyResult, reads: Sequence[Read], shift: tuple[int, int]) -> dict[Hashable, frozenset[TaskBuffer]]:
+    """The operations of an unwritten result as they are read here: on shifted numbers they count as others."""
     if shift == (0, 0) or not cell.ops:
         return cell.ops
     moved = {before[0] for before, now in zip(cell.reads, reads, strict=True) if before[2] != now[2]}
     return {(op, shift) if sources & moved else op: sources for op, sources in cell.ops.items()}
 
 
-def _rows_before(cell: Cell) -> int:
+def _rows_before(cell: LazyResult) -> int:
     """How many rows the sums had that a result is computed from, if all had as many (ir.py `num_splits`)."""
     found: set[tuple[int, int]] = set()
     tasks = {source.task for source, _, _ in cell.reads}
@@ -382,9 +393,9 @@ def base_of(value: Value) -> Value:
         value = value.inputs[0]
 
 
-def _fresh(cell: Cell) -> Cell:
+def _fresh(cell: LazyResult) -> LazyResult:
     """A copy that is written for itself."""
-    return Cell(cell.value, cell.shape, cell.strides)
+    return LazyResult(cell.value, cell.shape, cell.strides)
 
 
 SMS, _THREADS = 108, 2048  # multiprocessors and threads of the card assumed here: they move a few kilobytes
@@ -413,7 +424,7 @@ def split_factor(reduced: int, count: int, inner: bool) -> int:
 
 
 def _even(whole: int, size: int, near: int, least: int) -> int:
-    """A divisor close to the wished size, else the size."""
+    """A divisor near the size, else the size."""
     for away in range(near):
         for each in (size - away, size + away):
             if each > 0 and whole % each == 0:

@@ -20,7 +20,7 @@ from oomph.step.compile.lower import Lowering, base_of
 from oomph.step.compile.order import ordered
 from oomph.step.compile.partition import Graphs, partition
 from oomph.step.compile.rewrite import rewritten
-from oomph.step.compile.tasks import Source, Task
+from oomph.step.compile.tasks import LoopNest, TaskBuffer
 from oomph.step.depth import Gap, UnlikeBlocksError, block_of, sample
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 from oomph.step.precision import precision
@@ -64,7 +64,7 @@ class CompiledEvaluation(msgspec.Struct, frozen=True, eq=False):
 @lru_cache(maxsize=256)  # a search asks for many, and for some again
 def compiled_model(config: TrainConfig, cuda: bool, threads: int) -> CompiledModel:
     """The programs of a config's model. With a chunked loss, whatever the chunk, it ends with its hidden state."""
-    return _made(config, cuda, threads, ProgramMaker.training)
+    return _from_few_blocks(config, cuda, threads, ProgramMaker.training)
 
 
 def compiled_evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvaluation:
@@ -74,10 +74,10 @@ def compiled_evaluation(config: TrainConfig, cuda: bool, threads: int) -> Compil
 
 @lru_cache(maxsize=64)
 def _evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvaluation:
-    return _made(config, cuda, threads, ProgramMaker.evaluation)
+    return _from_few_blocks(config, cuda, threads, ProgramMaker.evaluation)
 
 
-def _made(config: TrainConfig, cuda: bool, threads: int, make: Callable[[ProgramMaker], T]) -> T:
+def _from_few_blocks(config: TrainConfig, cuda: bool, threads: int, make: Callable[[ProgramMaker], T]) -> T:
     maker = ProgramMaker(config, cuda, threads, *sample(models.kinds(config)))
     collects = gc.isenabled()
     gc.disable()  # a graph is full of circles, all of them needed to the end
@@ -108,7 +108,7 @@ class ProgramMaker:
         weights = models.weights(config, self.precision)
         self.weights = {name: each for name, each in weights.items() if block_of(name) in (None, *layers)}
         self.values: list[Value] = []
-        self.tasks: list[Task] = []
+        self.tasks: list[LoopNest] = []
         self.still_bytes: dict[Op, int] = {}
         self.batched: set[Buffer] = set()
         options: dict[str, Any] = {"cuda": cuda, "threads": threads, "tf32": cuda and config.allow_tf32}
@@ -116,7 +116,7 @@ class ProgramMaker:
 
     def training(self) -> CompiledModel:
         """The forward and the backward program."""
-        recorder, returned = self._recorded(training=True)
+        recorder, returned = self._record(training=True)
         tangents = [
             recorder.input(f"tangent.{i}", t.shape, t.dtype, How.TANGENT, Kind.LOGITS) for i, t in enumerate(returned)
         ]
@@ -127,7 +127,7 @@ class ProgramMaker:
         for gap in self.gaps:
             graphs, grads = deepened(graphs, grads, gap)
         memory = {value: self._memory(value) for value in graphs.inputs}
-        forward = self._forward(graphs.forward, memory, returned, graphs.saved, Phase.FORWARD)
+        forward = self._compile_forward(graphs.forward, memory, returned, graphs.saved, Phase.FORWARD)
         results = [memory[_value(each)] for each in returned]
         memory |= {
             each.value: Buffer(f"{_value(out).name}.zeros", each.bytes, Kind.LOGITS)
@@ -136,7 +136,9 @@ class ProgramMaker:
         held = {*(memory[value] for value in graphs.inputs if value.kind is Kind.PARAMETERS), *results}
         if not self.config.loss_chunk:
             held.add(memory[tangents[0].value])  # of the loss: the loop's
-        backward, made = self._generated(graphs.backward, graphs.saved, tangents, memory, list(grads.values()), held)
+        backward, made = self._compile_backward(
+            graphs.backward, graphs.saved, tangents, memory, list(grads.values()), held
+        )
         found, copies = _apart({name: made[value] for name, value in grads.items()})
         return CompiledModel(
             batch=tuple(self.batch.values()),
@@ -148,7 +150,7 @@ class ProgramMaker:
             scalable=Scalable(self.still_bytes, frozenset(self.batched)),
         )
 
-    def _recorded(self, training: bool) -> tuple[GraphRecorder, list[Tensor]]:
+    def _record(self, training: bool) -> tuple[GraphRecorder, list[Tensor]]:
         """The model's graph, and what it returns: the loss first, or the hidden state that a chunked loss takes."""
         config = self.config
         recorder = self.recorder
@@ -166,7 +168,7 @@ class ProgramMaker:
     def _memory(self, value: Value) -> Buffer:
         return self.batch.get(value.name) or Buffer(value.name, value.bytes, value.kind, value.block)
 
-    def _forward(
+    def _compile_forward(
         self,
         graph: Sequence[Value],
         memory: dict[Value, Buffer],
@@ -178,11 +180,11 @@ class ProgramMaker:
         visible = [_value(each) for each in returned]
         given = {value: _input(value) for value in memory}
         outputs = [*visible, *(value for value in saved if value.how is not How.INPUT)]
-        ops, made = self._run(graph, given, memory, outputs, set(memory.values()), phase, visible)
+        ops, made = self._compile(graph, given, memory, outputs, set(memory.values()), phase, visible)
         memory |= made
         return ops
 
-    def _generated(
+    def _compile_backward(
         self,
         graph: Sequence[Value],
         saved: Sequence[Value],
@@ -196,12 +198,12 @@ class ProgramMaker:
         for value, source in given.items():
             source.freeable = value.how is not How.INPUT
             source.donated = source.freeable and value.how is not How.TANGENT and self.version >= DONATED_FROM
-        return self._run(graph, given, memory, outputs, held, Phase.BACKWARD)
+        return self._compile(graph, given, memory, outputs, held, Phase.BACKWARD)
 
-    def _run(
+    def _compile(
         self,
         graph: Sequence[Value],
-        given: Mapping[Value, Source],
+        given: Mapping[Value, TaskBuffer],
         memory: Mapping[Value, Buffer],
         outputs: Sequence[Value],
         held: Collection[Buffer],
@@ -227,7 +229,7 @@ class ProgramMaker:
 
     def evaluation(self) -> CompiledEvaluation:
         """The forward program without gradients."""
-        recorder, returned = self._recorded(training=False)
+        recorder, returned = self._record(training=False)
         wanted = {_value(each) for each in returned}
         inputs = [value for value in recorder.values if value.how is How.INPUT]
         graph = [value for value in recorder.values if value.how is not How.INPUT]
@@ -235,7 +237,7 @@ class ProgramMaker:
         for gap in self.gaps:
             graphs, _ = deepened(graphs, {}, gap)
         memory = {value: self._memory(value) for value in graphs.inputs}
-        ops = self._forward(graphs.forward, memory, returned, (), Phase.EVAL)
+        ops = self._compile_forward(graphs.forward, memory, returned, (), Phase.EVAL)
         return CompiledEvaluation(tuple(self.batch.values()), ops, tuple([memory[_value(each)] for each in returned]))
 
     def let_go(self) -> None:
@@ -264,8 +266,8 @@ def _value(tensor: Tensor) -> Value:
     return tensor.value
 
 
-def _input(value: Value) -> Source:
-    return Source(value.name, value.bytes, value.dtype, value.kind, value.block, None)
+def _input(value: Value) -> TaskBuffer:
+    return TaskBuffer(value.name, value.bytes, value.dtype, value.kind, value.block, None)
 
 
 def _used(graph: Sequence[Value], wanted: Collection[Value]) -> list[Value]:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from oomph.step.compile.fuse import Group
 from oomph.step.compile.graph import How
-from oomph.step.compile.tasks import Source
+from oomph.step.compile.tasks import TaskBuffer
 
 
 class _Unit:
@@ -16,33 +16,35 @@ class _Unit:
 
     __slots__ = ("before", "group", "index", "made", "place", "reads", "roots", "size", "writes")
 
-    def __init__(self, index: int, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> None:
+    def __init__(
+        self, index: int, group: Group | None, reads: Iterable[TaskBuffer], writes: Iterable[TaskBuffer]
+    ) -> None:
         self.index, self.group = index, group
         self.place = index  # in the order that is looked at
         self.reads, self.writes = tuple(reads), tuple(writes)
         self.made = [source for source in self.writes if source.root is source]
         self.size = sum([source.bytes for source in self.made])  # bytes that it allocates
-        self.roots: list[Source] = []  # whose memory it reads
+        self.roots: list[TaskBuffer] = []  # whose memory it reads
         self.before: list[_Unit] = []
 
 
 class _Facts:
     """What the candidates are judged by."""
 
-    def __init__(self, groups: Sequence[Group], inputs: Iterable[Source]) -> None:
+    def __init__(self, groups: Sequence[Group], inputs: Iterable[TaskBuffer]) -> None:
         self.units: list[_Unit] = []
         self.following: dict[_Unit, list[_Unit]] = {}
         for group in groups:
             self._add(group)
         self.inputs = [source for source in inputs if source.freeable and source.users]
         self.maker = {source: unit for unit in self.units for source in unit.writes}
-        self.readers: dict[Source, list[_Unit]] = {source.root: [] for source in self.maker}
+        self.readers: dict[TaskBuffer, list[_Unit]] = {source.root: [] for source in self.maker}
         for unit in self.units:
             for source in unit.reads:
                 self._read(unit, source)
         made = [(source, self.readers[source] or [unit]) for unit in self.units for source in unit.made]
         lives = [*((source, self.readers[source]) for source in self.inputs), *made]
-        # Bytes that are let go, and the units of which the last does it.
+        # Bytes that are freed, and the units that read them: the last one frees.
         self.ends = [(source.bytes, units) for source, units in lives if not source.is_output]
 
     def _add(self, group: Group) -> None:
@@ -57,13 +59,13 @@ class _Facts:
             item.before.append(kernel)
             self.following[kernel].append(item)
 
-    def _put(self, group: Group | None, reads: Iterable[Source], writes: Iterable[Source]) -> _Unit:
+    def _put(self, group: Group | None, reads: Iterable[TaskBuffer], writes: Iterable[TaskBuffer]) -> _Unit:
         unit = _Unit(len(self.units), group, reads, writes)
         self.units.append(unit)
         self.following[unit] = []
         return unit
 
-    def _read(self, unit: _Unit, source: Source) -> None:
+    def _read(self, unit: _Unit, source: TaskBuffer) -> None:
         maker, root = self.maker.get(source), source.root
         if maker is not None and maker is not unit and maker not in unit.before:
             self.following[maker].append(unit)
@@ -86,7 +88,7 @@ class _Facts:
         return list(accumulate(change[:-1]))
 
 
-def ordered(groups: Sequence[Group], inputs: Iterable[Source]) -> tuple[list[Group], list[int]]:
+def ordered(groups: Sequence[Group], inputs: Iterable[TaskBuffer]) -> tuple[list[Group], list[int]]:
     """The kernels in the order they run, and the bytes that inductor takes to be alive while each does."""
     facts = _Facts(groups, inputs)
     candidates = [facts.units, _least_peak_first(facts), _breadth_first(facts), _depth_first(facts)]

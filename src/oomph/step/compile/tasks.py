@@ -13,7 +13,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides, offset
 Access = Place | None  # None: indices known only at run time, as in a gather
 
 
-class Source:
+class TaskBuffer:
     """A buffer: an input of the program, or what a task writes."""
 
     __slots__ = (
@@ -33,20 +33,20 @@ class Source:
     )
 
     def __init__(
-        self, name: str, size_bytes: int, dtype: str, kind: Kind, block: int | None, task: Task | None
+        self, name: str, size_bytes: int, dtype: str, kind: Kind, block: int | None, task: LoopNest | None
     ) -> None:
         self.name, self.bytes, self.dtype, self.kind, self.block = name, size_bytes, dtype, kind, block
         self.task = task
-        self.users: list[Task] = []
+        self.users: list[LoopNest] = []
         self.is_output = False
         self.freeable = task is not None  # of inputs: those that forward saved
         self.donated = task is not None  # it may be overwritten
-        self.inside: Source | None = None  # in whose memory it is, where that is not its own
+        self.inside: TaskBuffer | None = None  # in whose memory it is, where that is not its own
         self.batched = False  # its size grows with the batch
         self.strides: Shape = ()
 
     @property
-    def root(self) -> Source:
+    def root(self) -> TaskBuffer:
         """Whose memory it is."""
         return self.inside or self
 
@@ -54,7 +54,7 @@ class Source:
         return f"<{self.name} {self.bytes}>"
 
 
-class Task:
+class LoopNest:
     """One operation of the program: a loop over `numel` results of `reduced` numbers each, or a kernel from outside."""
 
     __slots__ = (
@@ -67,8 +67,8 @@ class Task:
         self.numel, self.reduced = count, reduced
         self.is_reduction = reduced > 1
         self.is_extern = is_extern
-        self.reads: dict[Source, set[Access]] = {}
-        self.writes: list[tuple[Source, Access]] = []
+        self.reads: dict[TaskBuffer, set[Access]] = {}
+        self.writes: list[tuple[TaskBuffer, Access]] = []
         self.ancestors = 0  # the tasks it depends on, each a bit
         self.shape: Shape = value.shape  # its loops, before any is joined
         self.whole = (count, reduced)  # of a reduction that is split: what it is part of
@@ -79,26 +79,26 @@ class Task:
         """Whether it computes its results from nothing (ir.py `ComputedBuffer.make_loader` computes them again)."""
         return not self.reads and not self.is_extern and self.value.how not in (How.RANDOM, How.REDUCTION)
 
-    def read(self, source: Source, access: Access) -> None:
+    def read(self, source: TaskBuffer, access: Access) -> None:
         if source not in self.reads:
             self.reads[source] = set()
             source.users.append(self)
         self.reads[source].add(access)
 
 
-Read = tuple[Source, Shape | None, int]  # the buffer, its strides over the reader's shape, where it begins
+Read = tuple[TaskBuffer, Shape | None, int]  # the buffer, its strides over the reader's shape, where it begins
 
 
-class Cell:
+class LazyResult:
     """A result: where it is, or how it is computed."""
 
     __slots__ = ("ops", "reads", "shape", "source", "strides", "value")
 
     def __init__(self, value: Value, shape: Shape, strides: Shape) -> None:
         self.value, self.shape, self.strides = value, shape, strides
-        self.source: Source | None = None
+        self.source: TaskBuffer | None = None
         self.reads: list[Read] = []
-        self.ops: dict[Hashable, frozenset[Source]] = {}  # if it is not written: each operation, and what it reads
+        self.ops: dict[Hashable, frozenset[TaskBuffer]] = {}  # if it is not written: each operation, and what it reads
 
 
 class View:
@@ -106,7 +106,7 @@ class View:
 
     __slots__ = ("cell", "offset", "shape", "strides")
 
-    def __init__(self, cell: Cell, shape: Shape, strides: Shape, offset: int = 0) -> None:
+    def __init__(self, cell: LazyResult, shape: Shape, strides: Shape, offset: int = 0) -> None:
         self.cell, self.shape, self.strides, self.offset = cell, shape, strides, offset
 
 

@@ -183,8 +183,8 @@ def _look_for_packed_sequences(tape: Tape, batch: int, tokens: int) -> None:
     position_diff = made(tokens)
     del prepended
     differs = made(tokens, "bool")
-    spent = (8 * batch * tokens,)  # a running sum of booleans is one of their int64 copy
-    packed_sequence_mask = tape.made("packed", (batch, tokens), "int64", kind=Kind.INPUTS, spent=spent)
+    temporaries = (8 * batch * tokens,)  # a running sum of booleans is one of their int64 copy
+    packed_sequence_mask = tape.made("packed", (batch, tokens), "int64", kind=Kind.INPUTS, temporaries=temporaries)
     del differs
     is_zero = made(1, "bool")
     every = tape.made("packed", (), "bool", kind=Kind.INPUTS)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from oomph.step import kernels
 from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.autograd import Gradients, Node
-from oomph.step.tensor.casts import lower, to
+from oomph.step.tensor.casts import autocast_half, to
 from oomph.step.tensor.elementwise import dropout, pointwise, scale
 from oomph.step.tensor.layout import HALVES, ITEM_BYTES, Shape, dense_strides_like, is_contiguous
 from oomph.step.tensor.products import matmul
-from oomph.step.tensor.tape import Tape, primitive
+from oomph.step.tensor.tape import Tape, decomposable
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, expand, part, reshape, transpose, unsqueeze
 
@@ -31,7 +31,7 @@ def attend(
     outer, tape.kind = tape.kind, Kind.ATTENTION
     scope, tape.scope = tape.scope, f"{tape.scope}.sdpa"
     if tape.autocast is not None:
-        v, k, q = lower(v), lower(k), lower(q)  # C++ evaluates arguments from the last
+        v, k, q = autocast_half(v), autocast_half(k), autocast_half(q)  # C++ evaluates arguments from the last
     chosen = chosen_kernel(q, k, v, kernel, rate, mask is not None)
     added = None if mask is None else _additive(mask, q.dtype, aligned=chosen == "efficient" and tape.cuda)
     if chosen == "math":
@@ -73,7 +73,7 @@ def _additive(mask: Tensor, dtype: str, aligned: bool) -> Tensor:
     return added
 
 
-@primitive
+@decomposable
 def window_mask(tape: Tape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
 
@@ -112,7 +112,7 @@ def _token_major(shape: Shape) -> Shape:
     return (tokens * heads * size, size, heads * size, 1)
 
 
-@primitive
+@decomposable
 def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tensor | None = None) -> Tensor:
     """The fused kernels keep queries, keys, values, the mask, the output and a logsumexp."""
     tape = q.tape
@@ -120,11 +120,11 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
     if node:
         node.save(q, k, v, *((mask,) if mask is not None else ()))
     s = _Sizes(q)
-    results, spent = [("out", s.out_bytes)], list[int]()
+    results, temporaries = [("out", s.out_bytes)], list[int]()
     strides = dense_strides_like(q.shape, q.strides)
     if not tape.cuda:
         results.append(("logsumexp", kernels.flash_lse_bytes(s.batch, s.heads, s.tokens)))
-        spent.append(kernels.cpu_flash_bytes(tape.threads, s.tokens, s.head_size, s.half))
+        temporaries.append(kernels.cpu_flash_bytes(tape.threads, s.tokens, s.head_size, s.half))
     elif kernel == "efficient":
         strides = _token_major(q.shape)
         if node:
@@ -133,12 +133,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
         results.append(("logsumexp", kernels.flash_lse_bytes(s.batch, s.heads, s.tokens)))
         results += [("random", size) for size in kernels.FLASH_STATE_BYTES]
         if rate:  # the random state is allocated anew for it
-            spent.append(kernels.FLASH_STATE_BYTES[0])
+            temporaries.append(kernels.FLASH_STATE_BYTES[0])
     moved = 2 * s.out_bytes + k.bytes + v.bytes
     made = tape.launch(
         "",
         results,
-        spent=spent,
+        temporaries=temporaries,
         kernel=Kernel.ATTENTION,
         moved=moved,
         flops=s.flops,
@@ -163,22 +163,22 @@ def _fused_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     assert grad is not None and isinstance(q, Tensor) and isinstance(k, Tensor)
     assert isinstance(v, Tensor)
     s = _Sizes(q)
-    spent: tuple[int, ...]
+    temporaries: tuple[int, ...]
     is_flash = tape.cuda and len(others) > 3  # it alone keeps a random state
     if not tape.cuda:
-        spent = kernels.cpu_flash_backward_bytes(tape.threads, s.tokens, s.half)
+        temporaries = kernels.cpu_flash_backward_bytes(tape.threads, s.tokens, s.half)
     elif is_flash:
         # what does not lie token by token is copied so; grouped keys and values get a gradient for every query head
-        spent = tuple([t.bytes for t in (grad, out) if not _lies_by_token(t)])
-        spent += kernels.flash_backward_bytes(s.batch, s.heads, s.tokens, s.head_size, k.shape[1])
+        temporaries = tuple([t.bytes for t in (grad, out) if not _lies_by_token(t)])
+        temporaries += kernels.flash_backward_bytes(s.batch, s.heads, s.tokens, s.head_size, k.shape[1])
     else:
-        spent = () if _lies_by_token(grad) else (grad.bytes,)
-        spent += kernels.efficient_backward_bytes(s.batch, s.heads, s.tokens, s.head_size, s.half, v.shape[3])
+        temporaries = () if _lies_by_token(grad) else (grad.bytes,)
+        temporaries += kernels.efficient_backward_bytes(s.batch, s.heads, s.tokens, s.head_size, s.half, v.shape[3])
     sizes = [("dq", q.bytes), ("dk", k.bytes), ("dv", v.bytes)]
-    moved = 4 * s.out_bytes + 2 * (k.bytes + v.bytes) + 2 * sum(spent)
+    moved = 4 * s.out_bytes + 2 * (k.bytes + v.bytes) + 2 * sum(temporaries)
     made = tape.launch(
-        "backward", sizes, spent=spent, kernel=Kernel.ATTENTION, moved=moved, flops=5 * s.flops // 2, shape=s.shape,
-        dtype=_unit(tape, s),
+        "backward", sizes, temporaries=temporaries, kernel=Kernel.ATTENTION, moved=moved, flops=5 * s.flops // 2,
+        shape=s.shape, dtype=_unit(tape, s),
     )  # fmt: skip
     like = [dense_strides_like(t.shape, t.strides) if is_flash else _token_major(t.shape) for t in (q, k, v)]
     parts = zip(made, (q.shape, k.shape, v.shape), like, strict=True)
@@ -235,17 +235,17 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, rate: float, mask: Tensor | None)
     return out
 
 
-@primitive
+@decomposable
 def _biased(scores: Tensor, bias: Tensor) -> Tensor:
     """scores += bias. The CPU adds a copy of it in the scores' dtype."""
     tape = scores.tape
     widened = not tape.cuda and bias.dtype != scores.dtype
-    spent = (bias.numel * ITEM_BYTES[scores.dtype],) if widened else ()
-    tape.note("masked", Kernel.POINTWISE, 2 * scores.bytes, spent)
+    temporaries = (bias.numel * ITEM_BYTES[scores.dtype],) if widened else ()
+    tape.note("masked", Kernel.POINTWISE, 2 * scores.bytes, temporaries)
     return scores
 
 
-@primitive
+@decomposable
 def _causal_bias(tape: Tape, rows: int, columns: int) -> Tensor:
     """Zero or minus infinity for each query and key."""
     ones = tape.made("mask", (rows, columns), "bool")
@@ -257,23 +257,25 @@ def _causal_bias(tape: Tape, rows: int, columns: int) -> Tensor:
     return bias
 
 
-@primitive
+@decomposable
 def _safe_softmax(scores: Tensor) -> Tensor:
     """Softmax that looks for rows without any score."""
     tape = scores.tape
     node = tape.node(_softmax_backward, scores)
     columns = scores.shape[-1]
     item = ITEM_BYTES[scores.dtype]
-    spent = kernels.safe_softmax_bytes(scores.numel // columns, columns, item)
+    temporaries = kernels.safe_softmax_bytes(scores.numel // columns, columns, item)
     moved = 5 * scores.bytes
-    out = tape.made("softmax", scores.shape, scores.dtype, kernel=Kernel.REDUCTION, spent=spent, moved=moved)
+    out = tape.made(
+        "softmax", scores.shape, scores.dtype, kernel=Kernel.REDUCTION, temporaries=temporaries, moved=moved
+    )
     if node:
         node.save(out)
         node.attach(out)
     return out
 
 
-@primitive
+@decomposable
 def softmax(scores: Tensor, dtype: str | None = None) -> Tensor:
     """F.softmax over the last dimension. CUDA's reads float16 and writes float32 in one pass."""
     tape = scores.tape
@@ -295,7 +297,7 @@ def _softmax_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     return [node.tape.made("softmax.dx", kept.shape, node.dtypes[0], (grad, kept), kernel=Kernel.REDUCTION)]
 
 
-@primitive
+@decomposable
 def masked(scores: Tensor, mask: Tensor) -> Tensor:
     """scores.masked_fill(mask, -inf): keeps the mask; the gradient is filled with zeros there."""
     node = scores.tape.node(_masked_backward, scores)
@@ -311,7 +313,7 @@ def _masked_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     return [pointwise("masked.dx", grads[0])]
 
 
-@primitive
+@decomposable
 def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """FlashAttention 3, causal, of (batch, tokens, heads, head size), over all tokens before or a window of them.
 
@@ -326,11 +328,11 @@ def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None
         _saved = node.unpack()  # alive while this runs
         grad, (shape, key_shape, value_shape) = grads[0], node.shapes
         assert grad is not None
-        spent = kernels.flash3_backward_bytes(batch, heads, tokens, size, key_shape[2])
+        temporaries = kernels.flash3_backward_bytes(batch, heads, tokens, size, key_shape[2])
         sizes = [("dq", q_bytes), ("dk", k_bytes), ("dv", k_bytes)]
-        moved = 4 * q_bytes + 4 * k_bytes + 2 * sum(spent)
+        moved = 4 * q_bytes + 4 * k_bytes + 2 * sum(temporaries)
         made = node.tape.launch(
-            "sdpa.backward", sizes, Kind.ATTENTION, spent=spent, kernel=Kernel.ATTENTION, moved=moved,
+            "sdpa.backward", sizes, Kind.ATTENTION, temporaries=temporaries, kernel=Kernel.ATTENTION, moved=moved,
             flops=5 * flops // 2, shape=(batch, heads, tokens, size), dtype=dtype,
         )  # fmt: skip
         shapes = (shape, key_shape, value_shape)

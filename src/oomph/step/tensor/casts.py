@@ -19,7 +19,7 @@ def to(x: Tensor, dtype: str, kind: Kind | None = None) -> Tensor:
     return node.attach(out) if node else out
 
 
-def lower(x: Tensor) -> Tensor:
+def autocast_half(x: Tensor) -> Tensor:
     """As autocast hands it to a matrix product: in half precision, a trained weight's copy kept until it ends."""
     tape = x.tape
     dtype = tape.autocast
@@ -36,7 +36,7 @@ def lower(x: Tensor) -> Tensor:
     return cached
 
 
-def raised(x: Tensor) -> Tensor:
+def autocast_float32(x: Tensor) -> Tensor:
     """As a GPU's autocast hands it to an operation of its float32 list."""
     return to(x, "float32") if x.tape.cuda and x.tape.autocast is not None and x.dtype in HALVES else x
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from oomph.step.kernels import RANDOM_STATE_BYTES
 from oomph.step.ops import Kind
 from oomph.step.tensor.autograd import Saved
-from oomph.step.tensor.tape import Tape, primitive
+from oomph.step.tensor.tape import Tape, decomposable
 from oomph.step.tensor.tensor import Storage, Tensor
 
 
@@ -96,7 +96,7 @@ class Frame:
         self.function(*args)
 
 
-@primitive
+@decomposable
 def checkpoint(tape: Tape, function: Callable[..., Tensor], *args: Tensor, random: bool = False) -> Tensor:
     """What `function` returns, with nothing saved but its arguments. `random`: it draws random numbers."""
     if not tape.grad_enabled:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from oomph.step.ops import Kernel
 from oomph.step.tensor.autograd import Gradients, Node
-from oomph.step.tensor.casts import pass_on, raised
+from oomph.step.tensor.casts import autocast_float32, pass_on
 from oomph.step.tensor.layout import ITEM_BYTES, promote, result_layout
-from oomph.step.tensor.tape import primitive
+from oomph.step.tensor.tape import decomposable
 from oomph.step.tensor.tensor import Tensor
 
 
@@ -29,10 +29,10 @@ def pointwise(name: str, *operands: Tensor, dtype: str | None = None) -> Tensor:
     sized = [x for x in operands if x.shape] or operands  # a single number takes the others' dtype
     common = promote([x.dtype for x in sized])
     shape, strides = result_layout(tuple([(x.shape, x.strides) for x in operands]))
-    spent: list[int] = []
+    temporaries: list[int] = []
     if not tape.cuda:
-        spent = [x.numel * ITEM_BYTES[common] for x in sized if x.dtype != common]
-    return tape.made(name, shape, dtype or common, operands, strides=strides, spent=spent)
+        temporaries = [x.numel * ITEM_BYTES[common] for x in sized if x.dtype != common]
+    return tape.made(name, shape, dtype or common, operands, strides=strides, temporaries=temporaries)
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _mul_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     return results
 
 
-@primitive
+@decomposable
 def divide_into(x: Tensor, y: Tensor) -> Tensor:
     """x /= y: keeps y, and a copy of what x was."""
     tape = x.tape
@@ -133,7 +133,7 @@ def neg(x: Tensor) -> Tensor:
     return scale(x, "neg")
 
 
-@primitive
+@decomposable
 def activation(x: Tensor, name: str) -> Tensor:
     """gelu, silu: keeps its input, one pass back."""
     node = x.tape.node(_activation_backward, x)
@@ -143,7 +143,7 @@ def activation(x: Tensor, name: str) -> Tensor:
     return node.attach(out) if node else out
 
 
-@primitive
+@decomposable
 def squashed(x: Tensor, name: str) -> Tensor:
     """relu, tanh, sigmoid: keeps its result, one pass back."""
     node = x.tape.node(_activation_backward, x)
@@ -174,7 +174,7 @@ def gelu_new(x: Tensor) -> Tensor:
 
 def square(x: Tensor) -> Tensor:
     """x.pow(2), or another power: in float32 under a GPU's autocast."""
-    x = raised(x)
+    x = autocast_float32(x)
     node = x.tape.node(_square_backward, x)
     if node:
         node.save(x)
@@ -193,7 +193,7 @@ def _square_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 def rsqrt(x: Tensor) -> Tensor:
     """torch.rsqrt, in float32 under a GPU's autocast."""
-    x = raised(x)
+    x = autocast_float32(x)
     node = x.tape.node(_rsqrt_backward, x)
     out = pointwise("rsqrt", x)
     if node:
@@ -211,7 +211,7 @@ def _rsqrt_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     return [pointwise("rsqrt.dx", half, cube)]
 
 
-@primitive
+@decomposable
 def mean(x: Tensor) -> Tensor:
     """x.mean(-1, keepdim=True)."""
 
@@ -225,10 +225,10 @@ def mean(x: Tensor) -> Tensor:
     return node.attach(out) if node else out
 
 
-@primitive
+@decomposable
 def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """x.sum(dim), in float32 under a GPU's autocast. Backward expands the gradient without a copy."""
-    x = raised(x)
+    x = autocast_float32(x)
     dim %= len(x.shape)
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
@@ -246,7 +246,7 @@ def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return node.attach(out) if node else out
 
 
-@primitive
+@decomposable
 def dropout(x: Tensor, rate: float) -> Tensor:
     """F.dropout: a GPU keeps a mask of a byte per number, the CPU noise of the input's own type."""
     tape = x.tape

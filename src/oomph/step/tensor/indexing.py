@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.layout import ITEM_BYTES, numel
-from oomph.step.tensor.tape import Module, Tape, forward, primitive
+from oomph.step.tensor.tape import Module, Tape, decomposable, forward
 from oomph.step.tensor.tensor import Tensor
 
 
-@primitive
+@decomposable
 @forward
 def embedding(module: Module, ids: Tensor) -> Tensor:
     """nn.Embedding: keeps the ids; its gradient is a whole table."""
@@ -35,13 +35,13 @@ def _embedding_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]
     return [node.tape.made("weight.grad", node.shapes[0], grad.dtype, kind=kind, kernel=Kernel.INDEX, moved=moved)]
 
 
-@primitive
+@decomposable
 def arange(tape: Tape, count: int) -> Tensor:
     """Positions."""
     return tape.made("positions", (count,), "int64", kind=Kind.INPUTS, moved=0)
 
 
-@primitive
+@decomposable
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """torch.topk over the last dimension: values and indices, which are kept. Backward scatters into zeros."""
     tape = x.tape
@@ -56,7 +56,7 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
-@primitive
+@decomposable
 def sort(x: Tensor) -> tuple[Tensor, Tensor]:
     """torch.sort of whole numbers: values and their places."""
     tape, size = x.tape, x.bytes
@@ -64,20 +64,20 @@ def sort(x: Tensor) -> tuple[Tensor, Tensor]:
     return tape.tensor(made[0], x.shape, x.dtype), tape.tensor(made[1], x.shape, "int64")
 
 
-@primitive
+@decomposable
 def histc(x: Tensor, bins: int) -> Tensor:
     """torch.histc: how many numbers are in each bin."""
     return x.tape.made("histc", (bins,), x.dtype, kind=Kind.TEMPORARY)
 
 
-@primitive
+@decomposable
 def running_total(x: Tensor, dtype: str) -> Tensor:
     """x.cumsum(0, dtype=dtype): one of a copy, where the dtype is another."""
-    spent = (x.numel * ITEM_BYTES[dtype],)
-    return x.tape.made("cumsum", x.shape, dtype, (x,), Kind.TEMPORARY, spent=spent)
+    temporaries = (x.numel * ITEM_BYTES[dtype],)
+    return x.tape.made("cumsum", x.shape, dtype, (x,), Kind.TEMPORARY, temporaries=temporaries)
 
 
-@primitive
+@decomposable
 def inverse(places: Tensor) -> Tensor:
     """The permutation that undoes another: its own numbers written to the places."""
     tape = places.tape
@@ -88,7 +88,7 @@ def inverse(places: Tensor) -> Tensor:
     return found
 
 
-@primitive
+@decomposable
 def take(x: Tensor, rows: Tensor) -> Tensor:
     """x[rows]: keeps which rows; backward adds into zeros."""
     node = x.tape.node(_scatter, x)

@@ -12,7 +12,7 @@ from oomph.step.ops import Kernel, Kind, Phase
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.casts import to
 from oomph.step.tensor.layout import HALVES, ITEM_BYTES
-from oomph.step.tensor.tape import Tape, primitive
+from oomph.step.tensor.tape import Tape, decomposable
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import reshape
 
@@ -20,7 +20,7 @@ _GROUP = 8  # rows of the head that a compiled loss pads it to, as in training.l
 _WRITTEN_CHUNKS = 3  # of equal ones: the allocator serves each as it served the one before
 
 
-@primitive
+@decomposable
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """F.cross_entropy of logits (…, vocabulary) and targets: log_softmax, then nll_loss.
 
@@ -72,7 +72,7 @@ def chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
     return [*runs, (rest, 1)] if rest else runs
 
 
-@primitive
+@decomposable
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
     """The loss of `hidden` under the head's `weight`, a chunk of rows at a time.
 

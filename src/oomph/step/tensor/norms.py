@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from oomph.step.kernels import cpu_layer_norm_backward_bytes
 from oomph.step.ops import Kernel
 from oomph.step.tensor.autograd import Gradients, Node
-from oomph.step.tensor.casts import raised, to
+from oomph.step.tensor.casts import autocast_float32, to
 from oomph.step.tensor.elementwise import mean, mul, rsqrt, square
 from oomph.step.tensor.layout import ITEM_BYTES
-from oomph.step.tensor.tape import Module, forward, primitive
+from oomph.step.tensor.tape import Module, decomposable, forward
 from oomph.step.tensor.tensor import Tensor
 
 
-@primitive
+@decomposable
 @forward
 def layer_norm(module: Module, x: Tensor) -> Tensor:
     """F.layer_norm: keeps its input and each row's mean and deviation. Autocast's is float32 on a GPU."""
     tape = x.tape
-    x = raised(x)
+    x = autocast_float32(x)
     weight, bias = module.parameter("weight"), module.maybe("bias")
     node = tape.node(_layer_norm_backward, x, weight, bias)
     if node:
@@ -43,15 +43,15 @@ def _layer_norm_backward(node: Node, _grads: Gradients) -> Sequence[Tensor | Non
     wanted = [(part, index) for part, index in (("weight.grad", 1), ("bias.grad", 2)) if node.needs(index)]
     sizes = [("dx", x.bytes), *((part, width * item) for part, _ in wanted)]
     kinds = [tape.kind, *(tape.grad_kind(node, index) for _, index in wanted)]
-    spent = () if tape.cuda else (cpu_layer_norm_backward_bytes(tape.threads, width, item),)
-    made = tape.launch("", sizes, kinds, spent=spent, kernel=Kernel.REDUCTION, moved=3 * x.bytes)
+    temporaries = () if tape.cuda else (cpu_layer_norm_backward_bytes(tape.threads, width, item),)
+    made = tape.launch("", sizes, kinds, temporaries=temporaries, kernel=Kernel.REDUCTION, moved=3 * x.bytes)
     results: Gradients = [tape.tensor(made.pop(0), x.shape, x.dtype), None, None]
     for _, index in wanted:
         results[index] = tape.tensor(made.pop(0), (width,), node.dtypes[index])
     return results
 
 
-@primitive
+@decomposable
 def rms_norm(x: Tensor) -> Tensor:
     """F.rms_norm(x, (x.size(-1),)): CUDA's `_fused_rms_norm` keeps its input and each row's deviation in float32."""
     tape = x.tape

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.autograd import Gradients, Node
-from oomph.step.tensor.casts import lower
+from oomph.step.tensor.casts import autocast_half
 from oomph.step.tensor.layout import ITEM_BYTES, contiguous_strides, numel, viewed
-from oomph.step.tensor.tape import Module, forward, primitive
+from oomph.step.tensor.tape import Module, decomposable, forward
 from oomph.step.tensor.tensor import Storage, Tensor
 from oomph.step.tensor.views import as_shape, reshape
 
@@ -21,13 +21,13 @@ def linear(module: Module, x: Tensor, weight: Tensor | None = None, kind: Kind |
     bias = module.maybe("bias")
     weight = weight or module.parameter("weight")
     if x.tape.autocast is not None:
-        bias = lower(bias) if bias is not None else None
-        weight = lower(weight)
-        x = lower(x)
+        bias = autocast_half(bias) if bias is not None else None
+        weight = autocast_half(weight)
+        x = autocast_half(x)
     return product(x, weight, bias, kind)
 
 
-@primitive
+@decomposable
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: Kind | None = None) -> Tensor:
     """x @ weight.T + bias, as at::linear composes it: mm without a bias, addmm with one."""
     tape, shape = x.tape, x.shape
@@ -87,11 +87,11 @@ def _weight_grad(node: Node, grad: Tensor) -> Tensor:
     return node.tape.tensor(storage, shape, grad.dtype).seen(shape, contiguous_strides(shape))
 
 
-@primitive
+@decomposable
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for (batch, heads, rows, columns), as at::matmul composes it: operands as batches, copied if they must."""
     tape = a.tape
-    a, b = (lower(a), lower(b)) if tape.autocast is not None else (a, b)
+    a, b = (autocast_half(a), autocast_half(b)) if tape.autocast is not None else (a, b)
     batch = a.shape[:-2]
     flat_a, flat_b = (reshape(each, numel(each.shape[:-2]), *each.shape[-2:]) for each in (a, b))
     node = tape.node(_bmm_backward, flat_a, flat_b)
@@ -132,12 +132,12 @@ def conv1d(module: Module, x: Tensor) -> Tensor:
     return reshape(addmm(bias, reshape(x, x.numel // x.shape[-1], x.shape[-1]), weight), *shape)
 
 
-@primitive
+@decomposable
 def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """bias + x @ weight. Autocast casts from the last argument to the first."""
     tape = x.tape
     if tape.autocast is not None:
-        weight, x, bias = lower(weight), lower(x), lower(bias)
+        weight, x, bias = autocast_half(weight), autocast_half(x), autocast_half(bias)
     node = tape.node(_conv1d_backward, bias, x, weight)
     if node:
         if node.needs(2):
@@ -164,7 +164,7 @@ def _conv1d_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     return results
 
 
-@primitive
+@decomposable
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets): the rows of each group by a matrix of their own.
 

@@ -90,10 +90,10 @@ class Tape:
         *,
         strides: Shape | None = None,
         kernel: Kernel = Kernel.POINTWISE,
-        spent: Sequence[int] = (),
+        temporaries: Sequence[int] = (),
         moved: int | None = None,
     ) -> Tensor:
-        """The result of an operation bound by memory. `spent` are bytes of buffers that live only while it runs."""
+        """The result of an operation bound by memory. `temporaries`: bytes of buffers that live while it runs."""
         size = numel(shape) * ITEM_BYTES[dtype]
         name = self._name(name)
         kind = kind or self.kind
@@ -102,8 +102,8 @@ class Tape:
             moved = size
             for tensor in reads:
                 moved += tensor.bytes
-        if spent:
-            extra = [Buffer(name, each, kind, self.block) for each in spent]
+        if temporaries:
+            extra = [Buffer(name, each, kind, self.block) for each in temporaries]
             self.ledger.note(name, (buffer, *extra), kernel, moved)
             self.ledger.frees += extra
         else:
@@ -117,7 +117,7 @@ class Tape:
         results: Sequence[tuple[str, int]],
         kind: Kind | Sequence[Kind] | None = None,
         *,
-        spent: Sequence[int] = (),
+        temporaries: Sequence[int] = (),
         **work: Any,
     ) -> list[Storage]:
         """An operation with several results, by name and bytes. `work` is what `Ledger.note` takes."""
@@ -127,14 +127,18 @@ class Tape:
             Buffer(f"{base}.{part}" if part else base, size, each, self.block)
             for (part, size), each in zip(results, kinds, strict=True)
         ]
-        extra = [Buffer(f"{base}.temporary", size, kinds[0] if kinds else self.kind, self.block) for size in spent]
+        extra = [
+            Buffer(f"{base}.temporary", size, kinds[0] if kinds else self.kind, self.block) for size in temporaries
+        ]
         self.ledger.note(base, (*made, *extra), **work)
         self.ledger.frees += extra
         return [Storage(self.ledger, buffer) for buffer in made]
 
-    def note(self, name: str, kernel: Kernel = Kernel.POINTWISE, moved: int = 0, spent: Sequence[int] = ()) -> None:
+    def note(
+        self, name: str, kernel: Kernel = Kernel.POINTWISE, moved: int = 0, temporaries: Sequence[int] = ()
+    ) -> None:
         """An operation that writes into what is there."""
-        self.launch(name, (), kernel=kernel, moved=moved, spent=spent)
+        self.launch(name, (), kernel=kernel, moved=moved, temporaries=temporaries)
 
     def product(
         self, name: str, batch: int, m: int, n: int, k: int, dtype: str, kind: Kind | None = None, *, into: bool = False
@@ -232,7 +236,7 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def primitive(function: F) -> F:
+def decomposable(function: F) -> F:
     """An operation that a program may run by a rule of its own, as one that is recorded for torch.compile does."""
     name = function.__name__
 

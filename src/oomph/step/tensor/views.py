@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from oomph.step.tensor.autograd import Gradients, Node
 from oomph.step.tensor.casts import pass_on, to
 from oomph.step.tensor.layout import Shape, promote, viewed
-from oomph.step.tensor.tape import primitive
+from oomph.step.tensor.tape import decomposable
 from oomph.step.tensor.tensor import Tensor
 
 
@@ -65,7 +65,7 @@ def contiguous(x: Tensor, name: str = "contiguous") -> Tensor:
     return node.attach(out) if node else out
 
 
-@primitive
+@decomposable
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """x.split(sizes, dim=-1): views; backward puts their gradients side by side."""
 
@@ -81,7 +81,7 @@ def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return outs
 
 
-@primitive
+@decomposable
 def part(x: Tensor, low: int, high: int, dim: int = -1) -> Tensor:
     """x[..., low:high]: a view; backward writes its gradient into zeros."""
     if (low, high) == (0, x.shape[dim]):
@@ -97,7 +97,7 @@ def part(x: Tensor, low: int, high: int, dim: int = -1) -> Tensor:
     return node.attach(out) if node else out
 
 
-@primitive
+@decomposable
 def select(x: Tensor, index: int) -> Tensor:
     """x[index]; backward writes its gradient into zeros."""
     del index  # which only a recorded program needs
@@ -132,7 +132,7 @@ def expand(x: Tensor, *shape: int) -> Tensor:
     return node.attach(out) if node else out
 
 
-@primitive
+@decomposable
 def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
     """torch.cat: a copy; backward hands out views. Autocast brings the parts to the widest of their dtypes."""
     tape, first = parts[0].tape, parts[0]

@@ -175,7 +175,7 @@ def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, ep
     """
     if weight is not None and weight.dtype is not x.dtype:
         return composed("rms_norm", x, shape, weight, eps)
-    return _FusedRmsNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
+    return _CompiledRmsNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
 
 
 def layer_norm(x: torch.Tensor, shape: Any, *affine: Any) -> tuple[torch.Tensor, ...]:
@@ -184,7 +184,7 @@ def layer_norm(x: torch.Tensor, shape: Any, *affine: Any) -> tuple[torch.Tensor,
     return out.to(x.dtype), mean, rstd
 
 
-class _FusedRmsNorm(torch.autograd.Function):
+class _CompiledRmsNorm(torch.autograd.Function):
     """What derivatives.yaml says of `_fused_rms_norm`."""
 
     @staticmethod

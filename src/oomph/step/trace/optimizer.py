@@ -76,7 +76,7 @@ class Updater:
 
 
 def _clip(parameters: list[nn.Parameter], limit: float) -> None:
-    """clip_grad_norm_ as it runs on real tensors: all norms in one call. It knows a fake tensor for no real one."""
+    """clip_grad_norm_ as it runs on real tensors: all norms in one call, which it makes of no fake ones."""
     grads = [p.grad for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(grads, 2.0)
     total = torch.linalg.vector_norm(torch.stack([*norms]), 2.0)

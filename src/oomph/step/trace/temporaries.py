@@ -56,13 +56,13 @@ def _cuda_bytes(func: Any, args: Any) -> tuple[int, ...]:
         grad, query, value = args[0], args[1], args[3]
         half = query.dtype in _HALVES
         batch, heads, tokens, size = query.shape
-        spent = kernels.efficient_backward_bytes(batch, heads, tokens, size, half, value.shape[3])
-        return (*_laid_out(grad), *spent)
+        temporaries = kernels.efficient_backward_bytes(batch, heads, tokens, size, half, value.shape[3])
+        return (*_laid_out(grad), *temporaries)
     if func is _FLASH_BACKWARD:
         grad, query, key, out = args[0], args[1], args[2], args[4]
         batch, heads, tokens, size = query.shape
-        spent = kernels.flash_backward_bytes(batch, heads, tokens, size, key.shape[1])
-        return (*_laid_out(grad), *_laid_out(out), *spent)
+        temporaries = kernels.flash_backward_bytes(batch, heads, tokens, size, key.shape[1])
+        return (*_laid_out(grad), *_laid_out(out), *temporaries)
     return ()
 
 

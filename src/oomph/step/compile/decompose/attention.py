@@ -7,7 +7,7 @@ from typing import Any
 
 from oomph.step import kernels
 from oomph.step.compile.decompose.nodes import (
-    Result,
+    ResultLayout,
     as_dtype,
     as_float32,
     attach,
@@ -42,25 +42,25 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
         assert grad is not None
         shape = (s.batch, s.heads, s.tokens, s.head_size)
         if not cuda:
-            spent: tuple[int, ...] = kernels.cpu_flash_backward_bytes(recorder.threads, s.tokens, s.half)
+            temporaries: tuple[int, ...] = kernels.cpu_flash_backward_bytes(recorder.threads, s.tokens, s.half)
         elif flash:
-            spent = kernels.flash_backward_bytes(*shape, k.shape[1])
+            temporaries = kernels.flash_backward_bytes(*shape, k.shape[1])
         else:
-            spent = kernels.efficient_backward_bytes(*shape, s.half, v.shape[3])
+            temporaries = kernels.efficient_backward_bytes(*shape, s.half, v.shape[3])
         by_query = cuda and flash
         like = [dense_strides_like(t.shape, t.strides) if by_query else _token_major(t.shape) for t in (q, k, v)]
         results = [(t.shape, t.dtype, strides) for t, strides in zip((q, k, v), like, strict=True)]
         reads = (grad, q, k, v, *masks, *outs)
-        return called("attention_backward", reads, results, flops=5 * s.flops // 2, spent=spent, **facts)
+        return called("attention_backward", reads, results, flops=5 * s.flops // 2, temporaries=temporaries, **facts)
 
     node = recorder.node(backward, q, k, v)
-    spent = () if cuda else (kernels.cpu_flash_bytes(recorder.threads, s.tokens, s.head_size, s.half),)
+    temporaries = () if cuda else (kernels.cpu_flash_bytes(recorder.threads, s.tokens, s.head_size, s.half),)
     rows = s.tokens if flash or not cuda else kernels.efficient_rows(s.tokens)
     strides = _token_major(q.shape) if cuda and not flash else dense_strides_like(q.shape, q.strides)
     state: list[Shape] = [] if not cuda else [(2,), ()] if flash else [(), ()]
-    sums: Result = ((s.batch, s.heads, rows), "float32", None)
-    results: list[Result] = [(q.shape, q.dtype, strides), sums, *((each, "int64", None) for each in state)]
-    outs = called("attention", (q, k, v, *masks), results, flops=s.flops, spent=spent, **facts)
+    sums: ResultLayout = ((s.batch, s.heads, rows), "float32", None)
+    results: list[ResultLayout] = [(q.shape, q.dtype, strides), sums, *((each, "int64", None) for each in state)]
+    outs = called("attention", (q, k, v, *masks), results, flops=s.flops, temporaries=temporaries, **facts)
     return attach(node, outs[0].detach())
 
 
@@ -72,13 +72,13 @@ def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
-        spent = kernels.flash3_backward_bytes(batch, heads, tokens, size, k.shape[2])
+        temporaries = kernels.flash3_backward_bytes(batch, heads, tokens, size, k.shape[2])
         results = [(each.shape, each.dtype, None) for each in (q, k, v)]
         reads = (grads[0], q, k, v, out, sums)
-        return called("attention_backward", reads, results, flops=5 * flops // 2, spent=spent, **facts)
+        return called("attention_backward", reads, results, flops=5 * flops // 2, temporaries=temporaries, **facts)
 
     node = q.tape.node(backward, q, k, v)
-    found: list[Result] = [(q.shape, q.dtype, None), ((batch, heads, tokens), "float32", None)]
+    found: list[ResultLayout] = [(q.shape, q.dtype, None), ((batch, heads, tokens), "float32", None)]
     out, sums = called("attention", (q, k, v), found, flops=flops, **facts)
     return attach(node, out.detach())
 

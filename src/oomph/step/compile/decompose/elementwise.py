@@ -102,7 +102,7 @@ def dropout(x: Tensor, rate: float) -> Tensor:
 
 def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """x.sum(dim); backward sees each sum's gradient often."""
-    x = casts.raised(x)
+    x = casts.autocast_float32(x)
     dim %= len(x.shape)
     kept = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
 

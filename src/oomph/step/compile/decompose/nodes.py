@@ -37,11 +37,11 @@ def constant(x: Tensor, op: str, shape: Shape, dtype: str) -> Tensor:
     return recorder_of(x).record(op, How.CONSTANT, (), shape, dtype)
 
 
-Result = tuple[Shape, str, Shape | None]  # shape, dtype and, where it is not contiguous, strides
+ResultLayout = tuple[Shape, str, Shape | None]  # shape, dtype and, where it is not contiguous, strides
 
 
 def called(
-    op: str, reads: Sequence[Tensor], results: Sequence[Result], kind: Kind | None = None, **facts: Any
+    op: str, reads: Sequence[Tensor], results: Sequence[ResultLayout], kind: Kind | None = None, **facts: Any
 ) -> list[Tensor]:
     """What a kernel returns that the graph does not look into; `facts` are those of its operation."""
     recorder = recorder_of(reads[0])

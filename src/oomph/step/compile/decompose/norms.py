@@ -16,7 +16,7 @@ from oomph.step.tensor.tensor import Tensor
 def layer_norm(module: Module, x: Tensor) -> Tensor:
     """F.layer_norm: var_mean, then pointwise; everything in float32."""
     recorder = recorder_of(x)
-    x = casts.raised(x) if recorder.cuda else x
+    x = casts.autocast_float32(x) if recorder.cuda else x
     weight, bias = module.parameter("weight"), module.maybe("bias")
     width, dtype = x.shape[-1], x.dtype
     row = (*x.shape[:-1], 1)

@@ -63,7 +63,7 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """bias + x @ weight."""
     recorder = recorder_of(x)
     if recorder.autocast is not None:
-        weight, x, bias = casts.lower(weight), casts.lower(x), casts.lower(bias)
+        weight, x, bias = casts.autocast_half(weight), casts.autocast_half(x), casts.autocast_half(bias)
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
@@ -89,7 +89,7 @@ def _expanded(x: Tensor) -> Tensor:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b for (batch, heads, rows, columns): expand, view or copy, bmm."""
     recorder = recorder_of(a)
-    a, b = (casts.lower(a), casts.lower(b)) if recorder.autocast is not None else (a, b)
+    a, b = (casts.autocast_half(a), casts.autocast_half(b)) if recorder.autocast is not None else (a, b)
     batch = a.shape[:-2]
     flat_a, flat_b = (views.reshape(_expanded(each), numel(each.shape[:-2]), *each.shape[-2:]) for each in (a, b))
 
