@@ -86,6 +86,7 @@ def test_the_deepest_model_is_that_of_trying_every_depth(hours: float | None) ->
     assert sizers[0].evaluated < sizers[1].evaluated / 3
 
 
+@pytest.mark.slow
 def test_the_largest_models_fit_and_one_step_more_does_not() -> None:
     found = fit(HISTORY, "RTX 4070", largest=True, hours=60)
     assert found.chosen is not None

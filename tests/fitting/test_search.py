@@ -259,8 +259,9 @@ def test_the_shallow_time_is_right_to_a_percent(config: dict[str, object], seed:
     assert estimator.step_s(chosen) * OPTIMISM <= estimator.exact_s(chosen)
 
 
+@pytest.mark.slow
 @given(runs(), st.integers(450, 3000))
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_nothing_proposed_exceeds_the_card_and_the_batch_is_kept_to_the_sequence(
     config: dict[str, object], mib: int
 ) -> None:

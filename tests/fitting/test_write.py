@@ -361,7 +361,7 @@ def test_a_larger_model_is_written_whichever_way_the_file_sets_width_and_heads(
 
 def test_width_and_heads_that_change_together_change_where_they_stand(tmp_path: Path) -> None:
     source = tmp_path / "run.py"
-    source.write_text("n_embd = 768  # wide\nn_head = 12  # of 64\nn_layer = 12\n")
+    source.write_text("n_embd = 768  # wide\nn_head = 12  # of 64\nn_layer = 12\ncompile = False\n")
     found = fit(source, "RTX 4070", largest=True)
     assert found.chosen is not None
     config = found.chosen.plan.config

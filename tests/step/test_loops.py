@@ -48,16 +48,16 @@ def totals(step: Step) -> tuple[int, int, int]:
 
 
 def test_a_loop_is_repeated_as_a_whole_trace_has_it(spec: str) -> None:
-    config = settled(block_size=64)
+    config = settled(block_size=40)
     template = make_template(spec, config, cuda=True, cover_more=True)
     assert template.tokens == templates.SHORT
     assert template.gap is not None
     assert template.covers(8, 4096)
     tracing = _Tracing(spec, config, cuda=True)
     tracing.rolls = True  # so that it is patient with the loop
-    whole = tracing.template(None, [(3, 64)])
+    whole = tracing.template(None, [(3, 40)])
     ours, theirs = (
-        totals(templates.steps(each.facts, each.lists(3, 64), config, True, ())[1]) for each in (template, whole)
+        totals(templates.steps(each.facts, each.lists(3, 40), config, True, ())[1]) for each in (template, whole)
     )
     assert ours == theirs
 
