@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 import oomph
+from oomph import config as configs
+from oomph.checking.check import check
 from oomph.checking.launch import Job, JobFailed, PowerWatch, StepDone, run_job
 from oomph.cli.main import main
 from oomph.config import TrainConfig
 from oomph.devices import ratios
 from oomph.devices.nvml import Sample
+from oomph.errors import InputError
 
 TINY = {
     "device": "cpu", "compile": False, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 2,
@@ -183,3 +186,11 @@ def test_half_precision_on_a_cpu_is_planned_as_it_runs() -> None:
     found = oomph.check(TINY | {"trainer": "oomph", "dtype": "bfloat16"}, steps=1)
     assert found.failure is None
     assert found.error.allocated_mib == pytest.approx(0, abs=0.001)
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "nanochat-d4", "openai-community/gpt2"])
+def test_a_model_that_a_check_cannot_run_is_refused(model: str) -> None:
+    keys = [("trainer", "hf", "--trainer")] if "gpt2" in model else []
+    with pytest.raises(InputError) as refused:
+        check(configs.load(model, [("device", "cpu", "--device"), *keys]))
+    assert [problem.allowed for problem in refused.value.problems] == ["nanogpt or oomph"]

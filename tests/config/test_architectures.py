@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from oomph.config import hugging_face
@@ -219,3 +221,8 @@ def test_on_several_devices_transformers_programs_take_one_micro_step_each(train
     assert from_dict(keys | {"gradient_accumulation_steps": 6}).config.gradient_accumulation_steps == 6
     with pytest.raises(InputError):
         from_dict(keys | {"gradient_accumulation_steps": 4})
+
+
+def test_a_models_folder_is_its_config_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 3}')
+    assert load(tmp_path).config.n_layer == 3

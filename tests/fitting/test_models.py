@@ -231,6 +231,15 @@ def test_the_largest_model_is_looked_for_not_compiled_and_with_expandable_segmen
     assert "1 × 512, not compiled, expandable segments" in to_markdown(document(grown))
 
 
+@pytest.mark.parametrize(("name", "width"), [("Qwen/Qwen3-0.6B", 1088), ("meta-llama/Llama-3.2-1B", 1536)])
+def test_a_wider_model_keeps_its_proportions(name: str, width: int) -> None:
+    given = configs.load(name).config
+    wide = configs.load(name, [(key, str(value), key) for key, value in of_width(given, width).items()]).config
+    assert given.intermediate_size is not None
+    assert wide.n_head / (wide.num_key_value_heads or 1) == given.n_head / (given.num_key_value_heads or 1)
+    assert wide.intermediate_size == pytest.approx(width * given.intermediate_size / given.n_embd, abs=32)
+
+
 def test_no_setting_that_keeps_the_training_lets_a_wider_model_pass() -> None:
     small = devices.custom("small", mib=1500, tflops=5.0, gbs=100.0, watts=None)
     config = {"n_layer": 2, "block_size": 256, "vocab_size": 4096, "max_iters": 1000}

@@ -93,6 +93,7 @@ class Check(msgspec.Struct, frozen=True):
         }
 
 
+CHECKED = ("nanogpt", "oomph")  # the programs that can be run
 STEPS = 5  # timed, after the first
 CPU_MICRO_STEPS = 2  # the first and a later one: on a CPU all of them could take minutes
 RECORDED_STEPS = 1  # after the first, which allocates the optimizer's state
@@ -149,6 +150,11 @@ def _invalid(loaded: LoadedConfig, steps: int) -> list[Problem]:
     config, problems = loaded.config, []
     if steps < 1:
         problems.append(Problem("--steps", "too few", found=str(steps), allowed="at least 1"))
+    if config.trainer not in CHECKED or config.model_type != "gpt2":
+        found = f"{config.model_type} under {config.trainer}"
+        problems.append(
+            Problem(_where(loaded, "trainer"), "only nanoGPT's model can be run", found, "nanogpt or oomph")
+        )
     if config.eval_only:
         problems.append(
             Problem(_where(loaded, "eval_only"), "without training steps there is nothing to check", allowed="False")

@@ -19,6 +19,7 @@ MAX_TEXT_BYTES = 2**18  # nanoGPT's whole train.py is 15 KiB
 MAX_META_BYTES = 2**24
 VOCABULARY_MULTIPLE = 64  # nanoGPT's 50304 is GPT-2's 50257 rounded up to it
 TRAIN, META, MANIFEST = "train.bin", "meta.pkl", "meta.json"
+HUGGING_FACE = "config.json"  # in the folder of a model
 ZIP_MAGIC = b"PK\x03\x04"  # torch.save writes zip archives
 MAX_LISTED = 10_000  # names of a folder looked at for the nearest one
 
@@ -29,7 +30,9 @@ _UNDERSTOOD = (
 
 
 def read(path: Path, label: str, scope: Scope) -> Layer:
-    """The layer of a file of any format. Raises `InputError` where the format is unknown."""
+    """The layer of a file of any format, or of a model's folder. Raises `InputError` where the format is unknown."""
+    if _inside(path) == str(path / HUGGING_FACE):
+        path, label = path / HUGGING_FACE, str(Path(label) / HUGGING_FACE)
     head = _head(path, label)
     if head.startswith(ZIP_MAGIC):
         return checkpoint.read(path, label)
@@ -89,7 +92,7 @@ def _missing(path: Path, label: str) -> Problem:
 def _inside(folder: Path) -> str | None:
     """The config file in a folder, such as the checkpoint of a nanoGPT out_dir; None where there is none."""
     names = _names(folder)
-    best = next((name for name in ("config.toml", "config.json", "ckpt.pt", "train.py") if name in names), None)
+    best = next((name for name in ("config.toml", HUGGING_FACE, "ckpt.pt", "train.py") if name in names), None)
     return str(folder / best) if best else None
 
 

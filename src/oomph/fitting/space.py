@@ -3,6 +3,7 @@ it, and the changes that people are told to try."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import TypeVar
@@ -16,6 +17,7 @@ from oomph.config.settle import follows, keeps_cache
 from oomph.devices import Device
 from oomph.fitting.estimate import period_of
 from oomph.fitting.result import Fidelity, KeyValue
+from oomph.step.build import keys_read
 from oomph.units import counted
 
 # Tokens; 0, all at once, is tried too. By the clock, over 1,600 drawn models, cards and amounts of room, the fastest
@@ -278,7 +280,7 @@ def nearly_rows(programs: dict[str, TrainingProgram], asked: str, has_bf16: bool
     if ours.optimizer == "adamw":
         effect = "Adam's moments in 8 bits, block by block; on par in its authors' runs (arXiv 2110.02861)"
         yield SearchRow("8-bit Adam", last, {"optimizer": "adamw8bit"}, "nearly", effect)
-    if ours.autocast and has_bf16 and ours.dtype != "float32":
+    if ours.autocast and has_bf16 and ours.dtype != "float32" and "autocast" in keys_read(ours):
         effect = "weights keep 8 significant bits: small updates are lost late in the run, so the final loss is worse"
         yield SearchRow("bfloat16 throughout", last, {"dtype": "bfloat16", "autocast": False}, "nearly", effect)
 
@@ -331,13 +333,16 @@ def shallower(config: TrainConfig, layers: int) -> dict[str, KeyValue]:
 
 def of_width(config: TrainConfig, width: int) -> dict[str, KeyValue]:
     """The change to another width, with heads of `HEAD_SIZE`; or, of a model whose heads have a size of their own, with
-    as many to the width as it has. What is set for keys and values stays in proportion."""
+    as many to the width as it has. Queries to a key and the MLP's share of the width stay as near as they can."""
     own_size = config.head_dim is not None and config.head_dim * config.n_head != config.n_embd
-    heads = max(1, round(width * config.n_head / config.n_embd)) if own_size else width // HEAD_SIZE
+    group = config.n_head // (config.num_key_value_heads or config.n_head)
+    heads = group * max(1, round(width * config.n_head / config.n_embd / group)) if own_size else width // HEAD_SIZE
     changes: dict[str, KeyValue] = {"n_embd": width, "n_head": heads}
     if config.head_dim is not None and not own_size:
         changes["head_dim"] = HEAD_SIZE
     if config.num_key_value_heads is not None:
-        most = heads * config.num_key_value_heads // config.n_head
-        changes["num_key_value_heads"] = next(size for size in divisors(heads) if size <= max(1, most))
+        changes["num_key_value_heads"] = min(divisors(heads), key=lambda size: abs(math.log(size * group / heads)))
+    if config.intermediate_size is not None and config.model_type != "gpt2":  # GPT-2's follows from the width
+        multiple = math.gcd(config.intermediate_size, HEAD_SIZE)
+        changes["intermediate_size"] = multiple * round(width * config.intermediate_size / config.n_embd / multiple)
     return changes
