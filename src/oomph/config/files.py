@@ -99,7 +99,7 @@ def _inside(folder: Path) -> str | None:
 def _names(folder: Path) -> list[str]:
     try:
         return [entry.name for entry in islice(folder.iterdir(), MAX_LISTED)]
-    except OSError:
+    except (OSError, ValueError):  # no such folder, or a name that none can have
         return []
 
 
