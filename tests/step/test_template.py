@@ -13,6 +13,7 @@ import pytest
 from hf_models import Hf
 
 import oomph
+from oomph.config.load import load
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Step
 from oomph.step.trace import cache as cache_module
@@ -147,3 +148,13 @@ def test_checkpointing_is_applied_to_a_hugging_face_model(tmp_path: Path, compil
     plans = [oomph.plan(keys | {"checkpoint_layers": n}, "RTX 4090", model=spec) for n in (0, 2)]
     assert plans[1].memory.allocated_mib < plans[0].memory.allocated_mib
     assert plans[1].compute.flops_per_step > plans[0].compute.flops_per_step
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trainer", ["hf", "torch"])
+def test_a_traced_model_is_trained_as_the_described_one(tmp_path: Path, trainer: str, compiled: bool) -> None:
+    spec = config_file(tmp_path, "llama", 2)
+    keys = {"trainer": trainer, "compile": compiled, "batch_size": 8, "block_size": 256, "use_cache": False}
+    traced = oomph.plan(keys, "RTX 4090", model=spec).memory.allocated_mib
+    described = oomph.plan(load(spec, [(key, str(value), key) for key, value in keys.items()]), "RTX 4090").memory
+    assert traced == pytest.approx(described.allocated_mib, rel=0.005)

@@ -160,7 +160,9 @@ def _return_logits(config: TrainConfig) -> Decision:
     if config.loss_chunk:
         return False, "a loss in chunks never holds all logits"
     if config.trainer == "hf":
-        return False, "the Trainer lets them go before backward"
+        return returns_logits(
+            config
+        ), "the Trainer lets them go before backward; a compiled model gets a gradient for them"
     if config.trainer == "torch":
         return True, "a plain loop holds the model's outputs until the next are there"
     if config.trainer == "nanochat":
@@ -181,6 +183,11 @@ def _use_cache(config: TrainConfig) -> Decision:
     if config.compile:
         return False, "not described for compiled models"
     return True, "transformers' models have it on unless they are told otherwise"
+
+
+def returns_logits(config: TrainConfig) -> bool:
+    """Whether backward is given a gradient of the logits under the Trainer: if the model is compiled."""
+    return bool(config.compile)
 
 
 def keeps_cache(config: TrainConfig) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.config.schema import TRANSFORMERS
-from oomph.config.settle import follows, keeps_cache
+from oomph.config.settle import follows, keeps_cache, returns_logits
 from oomph.devices import Device
 from oomph.fitting.estimate import period_of
 from oomph.fitting.result import Fidelity, KeyValue
@@ -67,6 +67,8 @@ class Ladder(msgspec.Struct, frozen=True):
     def at(self, rung: int) -> TrainConfig:
         """The setting on a rung, with the segments that are tried first."""
         config = msgspec.structs.replace(self.config, checkpoint_layers=self.counts[rung])
+        if config.trainer == "hf":
+            config = msgspec.structs.replace(config, return_logits=returns_logits(config))
         return config if self.is_cache_given else msgspec.structs.replace(config, use_cache=keeps_cache(config))
 
     def both(self, rung: int) -> list[TrainConfig]:

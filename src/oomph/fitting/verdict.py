@@ -122,8 +122,8 @@ def why(
 def _what_fills(now: Plan) -> str:
     first, second = sorted(now.memory.breakdown, key=lambda part: -part.mib)[:2]
     return (
-        f"{now.program} is fullest in {now.memory.peak_at}: {first.name} take {first.mib:,.0f} MiB and "
-        f"{second.name} {second.mib:,.0f}, of {now.memory.allocated_mib:,.0f} allocated"
+        f"{now.program} is fullest in {now.memory.peak_at}: {first.mib:,.0f} MiB of {first.name} and "
+        f"{second.mib:,.0f} of {second.name}, of {now.memory.allocated_mib:,.0f} allocated"
     )
 
 

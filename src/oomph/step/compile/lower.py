@@ -73,9 +73,9 @@ class Lowering:
         self.tasks: list[LoopNest] = []
         self.views: dict[Value, View] = {}
         for value, source in given.items():
-            cell = LazyResult(value, value.shape, value.strides)
-            cell.source = source
-            self.views[value] = View(cell, value.shape, value.strides)
+            lazy = LazyResult(value, value.shape, value.strides)
+            lazy.source = source
+            self.views[value] = View(lazy, value.shape, value.strides)
         self.items: dict[Value, dict[int, TaskBuffer]] = {}
 
     def run(self) -> dict[Value, TaskBuffer]:
@@ -84,7 +84,7 @@ class Lowering:
             self._lower(value)
             if value.how is not How.CALL:
                 self._maybe_write(value)
-        found = {value: self._write(self.views[value].cell) for value in self.outputs if value in self.views}
+        found = {value: self._write(self.views[value].lazy) for value in self.outputs if value in self.views}
         for source in found.values():
             source.is_output = source.root.is_output = True
         return found
@@ -114,13 +114,13 @@ class Lowering:
 
     def _view(self, value: Value) -> None:
         of = self.views[value.inputs[0]]
-        self.views[value] = View(of.cell, value.shape, value.strides, of.offset + value.offset)
+        self.views[value] = View(of.lazy, value.shape, value.strides, of.offset + value.offset)
 
     def _item(self, value: Value) -> None:
         call = value.inputs[0]
         if call.facts.get("view"):
             of = self.views[call.inputs[0]]
-            self.views[value] = View(of.cell, value.shape, value.strides, of.offset + value.offset)
+            self.views[value] = View(of.lazy, value.shape, value.strides, of.offset + value.offset)
             return
         if call.facts.get("reduction"):
             self._statistics(call)
@@ -137,7 +137,7 @@ class Lowering:
                 self.views[item] = self._reduction(item, call.inputs[0])
 
     def _pointwise(self, value: Value) -> None:
-        cell = LazyResult(value, value.shape, value.strides)
+        lazy = LazyResult(value, value.shape, value.strides)
         ops: dict[Hashable, frozenset[TaskBuffer]] = {}
         indirect = value.how is How.GATHER or bool(value.facts.get("gathers"))
         places: tuple[int, tuple[int, ...]] | None = value.facts.get("places")
@@ -154,21 +154,21 @@ class Lowering:
             if 1 in value.shape:  # a loop of one step reads the same however long its step is
                 found = [still(read, value.shape) for read in found]
             reads |= dict.fromkeys(found)
-            ops |= _shifted(view.cell, found, (view.offset, places[1][index] if places else 0))
+            ops |= _shifted(view.lazy, found, (view.offset, places[1][index] if places else 0))
         sources = frozenset([read[0] for read in reads])
         ops |= dict.fromkeys([(value.index, part) for part in range(_operations(value))], sources)
-        cell.reads, cell.ops = list(reads), ops
-        self.views[value] = View(cell, value.shape, value.strides)
+        lazy.reads, lazy.ops = list(reads), ops
+        self.views[value] = View(lazy, value.shape, value.strides)
         if value.how is How.RANDOM:
-            self._write(cell)
+            self._write(lazy)
 
     def _reads(self, view: View) -> list[Read]:
         """What is read to compute a view; what reads nothing itself is computed again, written or not."""
-        cell = view.cell
-        source = cell.source
+        lazy = view.lazy
+        source = lazy.source
         if source is None:
-            whole = view.strides == cell.strides and view.shape == cell.shape and not view.offset
-            return cell.reads if whole else [through(view, read) for read in cell.reads]
+            whole = view.strides == lazy.strides and view.shape == lazy.shape and not view.offset
+            return lazy.reads if whole else [through(view, read) for read in lazy.reads]
         if source.task is not None and source.task.is_constant:
             return []
         return [(source, view.strides, view.offset)]
@@ -181,7 +181,7 @@ class Lowering:
             return self._unrolled(value, view)
         inner = count == 1 or (len(value.shape) == len(operand.shape) and value.shape[-1] == 1)
         splits = split_factor(reduced, count, inner) if self.cuda and (count == 1 or self._reads_whole(view)) else 1
-        rows = _rows_before(view.cell) if splits > 1 and count == 1 else 0
+        rows = _rows_before(view.lazy) if splits > 1 and count == 1 else 0
         if rows and reduced % rows == 0:
             return self._by_rows(value, view, rows)
         task = self._task(value, count, -(-reduced // splits))
@@ -218,10 +218,10 @@ class Lowering:
 
     def _unrolled(self, value: Value, view: View) -> View:
         """A sum of a few numbers is elementwise."""
-        cell = LazyResult(value, value.shape, value.strides)
-        cell.reads = list(dict.fromkeys([(source, None, 0) for source, _, _ in self._reads(view)]))
-        cell.ops = view.cell.ops | {value.index: frozenset([read[0] for read in cell.reads])}
-        return View(cell, value.shape, value.strides)
+        lazy = LazyResult(value, value.shape, value.strides)
+        lazy.reads = list(dict.fromkeys([(source, None, 0) for source, _, _ in self._reads(view)]))
+        lazy.ops = view.lazy.ops | {value.index: frozenset([read[0] for read in lazy.reads])}
+        return View(lazy, value.shape, value.strides)
 
     def _kernel(self, value: Value) -> None:
         task = self._extern(value)
@@ -243,23 +243,23 @@ class Lowering:
         Forward takes a mask that is repeated for every sequence once, backward whole (lowering.py `sdpa_constraint`).
         """
         view = self.views[operand]
-        if view.cell.source is not None or not kernel.op.startswith("attention"):
-            return self._write(view.cell)
+        if view.lazy.source is not None or not kernel.op.startswith("attention"):
+            return self._write(view.lazy)
         whole = kernel.op == "attention_backward" and 0 in operand.strides
-        copy = LazyResult(operand, operand.shape, operand.strides) if whole else _fresh(view.cell)
-        copy.reads = self._reads(view) if whole else list(view.cell.reads)
+        copy = LazyResult(operand, operand.shape, operand.strides) if whole else _fresh(view.lazy)
+        copy.reads = self._reads(view) if whole else list(view.lazy.reads)
         return self._write(copy)
 
     def _scatter(self, value: Value) -> None:
         """Zeros are written, then the rows are added in place."""
         zeros, *rest = value.inputs
-        cell = LazyResult(value, value.shape, value.strides)
-        cell.source = source = self._write(_fresh(self.views[zeros].cell))
+        lazy = LazyResult(value, value.shape, value.strides)
+        lazy.source = source = self._write(_fresh(self.views[zeros].lazy))
         source.name, source.kind = value.name, value.kind
         rows = rest[-1]
         fallback = bool(value.facts.get("fallback"))
         for operand in rest if fallback else ():
-            self._write(self.views[operand].cell)
+            self._write(self.views[operand].lazy)
         task = self._task(value, numel(rows.shape), 1, fallback)
         for operand in rest:
             view = self.views[operand]
@@ -270,53 +270,53 @@ class Lowering:
         after = self._source(task, value, 0, value.kind)
         after.inside = source
         task.writes.append((after, None))
-        cell.source = after
-        self.views[value] = View(cell, value.shape, value.strides)
+        lazy.source = after
+        self.views[value] = View(lazy, value.shape, value.strides)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     def _maybe_write(self, value: Value) -> None:
         view = self.views[value]
-        cell = view.cell
-        if cell.source is not None:
+        lazy = view.lazy
+        if lazy.source is not None:
             return
         if value in self.outputs:
-            self._write(cell)
+            self._write(lazy)
             return
         users = [user for user in value.users if user in self.inside] if len(value.users) > 1 else []
         if len(users) > 1:
-            product, several = "mm" in [user.op for user in users], self._nontrivial(cell) > 1
+            product, several = "mm" in [user.op for user in users], self._nontrivial(lazy) > 1
             if product or (any(map(_is_kernel, users)) and several):
-                self._write(cell, None if several else view.shape)  # a mere copy as the product reads it
+                self._write(lazy, None if several else view.shape)  # a mere copy as the product reads it
                 return
-            much = self._is_large(cell) or len(cell.reads) > _READS_ON_REUSE
-            if much or (not self.cuda and self._is_heavy(cell)):
-                self._write(cell)
+            much = self._is_large(lazy) or len(lazy.reads) > _READS_ON_REUSE
+            if much or (not self.cuda and self._is_heavy(lazy)):
+                self._write(lazy)
                 return
-        if (len(cell.reads) > _READS or self._is_large(cell)) and self._nontrivial(cell) > 1:
-            self._write(cell)
+        if (len(lazy.reads) > _READS or self._is_large(lazy)) and self._nontrivial(lazy) > 1:
+            self._write(lazy)
 
-    def _nontrivial(self, cell: LazyResult) -> int:
+    def _nontrivial(self, lazy: LazyResult) -> int:
         """Reads at places that are not always the same."""
-        return sum([strides is None or any(strides) for _, strides, _ in cell.reads])
+        return sum([strides is None or any(strides) for _, strides, _ in lazy.reads])
 
-    def _is_large(self, cell: LazyResult) -> bool:
-        return len(cell.ops) + len(cell.reads) > _OPERATIONS
+    def _is_large(self, lazy: LazyResult) -> bool:
+        return len(lazy.ops) + len(lazy.reads) > _OPERATIONS
 
-    def _is_heavy(self, cell: LazyResult) -> bool:
-        return cell.value.op.partition("_")[0] in _HEAVY
+    def _is_heavy(self, lazy: LazyResult) -> bool:
+        return lazy.value.op.partition("_")[0] in _HEAVY
 
-    def _write(self, cell: LazyResult, shape: Shape | None = None) -> TaskBuffer:
+    def _write(self, lazy: LazyResult, shape: Shape | None = None) -> TaskBuffer:
         """Its buffer, written if it is not there, in loops over `shape`."""
-        if cell.source is None:
-            task = self._task(cell.value, numel(cell.shape), 1)
-            task.shape = shape or cell.shape
-            for source, strides, start in cell.reads:
-                task.read(source, merged(cell.shape, strides, start, cell.strides))
-            cell.source = self._result(task, cell.value).cell.source
-            cell.reads, cell.ops = [], {}
-        assert cell.source is not None
-        return cell.source
+        if lazy.source is None:
+            task = self._task(lazy.value, numel(lazy.shape), 1)
+            task.shape = shape or lazy.shape
+            for source, strides, start in lazy.reads:
+                task.read(source, merged(lazy.shape, strides, start, lazy.strides))
+            lazy.source = self._result(task, lazy.value).lazy.source
+            lazy.reads, lazy.ops = [], {}
+        assert lazy.source is not None
+        return lazy.source
 
     def _task(self, value: Value, count: int, reduced: int, is_extern: bool = False) -> LoopNest:
         task = LoopNest(len(self.tasks), value, count, reduced, is_extern)
@@ -329,12 +329,12 @@ class Lowering:
         return source
 
     def _result(self, task: LoopNest, value: Value) -> View:
-        cell = LazyResult(value, value.shape, value.strides)
+        lazy = LazyResult(value, value.shape, value.strides)
         padded = self.cuda and value not in self.visible and value.how is not How.ITEM
         size = padded_bytes(value.shape, value.strides, value.dtype) if padded else value.bytes
-        cell.source = self._source(task, value, size, value.kind)
-        task.writes.append((cell.source, merged(value.shape, value.strides, laid=value.strides)))
-        return View(cell, value.shape, value.strides)
+        lazy.source = self._source(task, value, size, value.kind)
+        task.writes.append((lazy.source, merged(value.shape, value.strides, laid=value.strides)))
+        return View(lazy, value.shape, value.strides)
 
 
 def _operations(value: Value) -> int:
@@ -347,24 +347,24 @@ def _operations(value: Value) -> int:
     return 1 + (count < _OPERANDS.get(value.op.partition("_")[0].partition(".")[0], 0))
 
 
-def _shifted(cell: LazyResult, reads: Sequence[Read], shift: tuple[int, int]) -> dict[Hashable, frozenset[TaskBuffer]]:
+def _shifted(lazy: LazyResult, reads: Sequence[Read], shift: tuple[int, int]) -> dict[Hashable, frozenset[TaskBuffer]]:
     """The operations of an unwritten result as they are read here: on shifted numbers they count as others."""
-    if shift == (0, 0) or not cell.ops:
-        return cell.ops
-    moved = {before[0] for before, now in zip(cell.reads, reads, strict=True) if before[2] != now[2]}
-    return {(op, shift) if sources & moved else op: sources for op, sources in cell.ops.items()}
+    if shift == (0, 0) or not lazy.ops:
+        return lazy.ops
+    moved = {before[0] for before, now in zip(lazy.reads, reads, strict=True) if before[2] != now[2]}
+    return {(op, shift) if sources & moved else op: sources for op, sources in lazy.ops.items()}
 
 
-def _rows_before(cell: LazyResult) -> int:
+def _rows_before(lazy: LazyResult) -> int:
     """How many rows the sums had that a result is computed from, if all had as many (ir.py `num_splits`)."""
     found: set[tuple[int, int]] = set()
-    tasks = {source.task for source, _, _ in cell.reads}
+    tasks = {source.task for source, _, _ in lazy.reads}
     while tasks and not found:
         computing = [task for task in tasks if task is not None and not task.is_extern]
         found = {(task.numel, task.reduced) for task in computing if task.is_reduction}
         tasks = {source.task for task in computing for source in task.reads}
     rows, reduced = found.pop() if len(found) == 1 else (0, 0)
-    return rows if rows * reduced == numel(cell.shape) else 0
+    return rows if rows * reduced == numel(lazy.shape) else 0
 
 
 def _is_kernel(value: Value) -> bool:
@@ -393,9 +393,9 @@ def base_of(value: Value) -> Value:
         value = value.inputs[0]
 
 
-def _fresh(cell: LazyResult) -> LazyResult:
+def _fresh(lazy: LazyResult) -> LazyResult:
     """A copy that is written for itself."""
-    return LazyResult(cell.value, cell.shape, cell.strides)
+    return LazyResult(lazy.value, lazy.shape, lazy.strides)
 
 
 SMS, _THREADS = 108, 2048  # multiprocessors and threads of the card assumed here: they move a few kilobytes

@@ -1,4 +1,8 @@
-"""A lowered program: buffers, the tasks that write them, and at which places tasks read buffers."""
+"""A lowered program: buffers, the tasks that write them, and at which places tasks read buffers.
+
+A `Value` of the graph becomes a `LazyResult`, computed wherever it is read, until a `LoopNest` writes it to a
+`TaskBuffer`. A `View` is what a value sees of it. `emit` gives those that leave their kernel memory, an `ops.Buffer`.
+"""
 
 from __future__ import annotations
 
@@ -102,12 +106,12 @@ class LazyResult:
 
 
 class View:
-    """A cell as a value sees it."""
+    """A result as a value sees it."""
 
-    __slots__ = ("cell", "offset", "shape", "strides")
+    __slots__ = ("lazy", "offset", "shape", "strides")
 
-    def __init__(self, cell: LazyResult, shape: Shape, strides: Shape, offset: int = 0) -> None:
-        self.cell, self.shape, self.strides, self.offset = cell, shape, strides, offset
+    def __init__(self, lazy: LazyResult, shape: Shape, strides: Shape, offset: int = 0) -> None:
+        self.lazy, self.shape, self.strides, self.offset = lazy, shape, strides, offset
 
 
 @lru_cache(maxsize=1024)  # blocks are alike: a program has few
@@ -133,12 +137,12 @@ def merged(shape: Shape, strides: Shape | None, offset: int = 0, laid: Shape | N
 
 
 def through(view: View, read: Read) -> Read:
-    """What a view of a cell reads of a buffer that the cell reads."""
+    """What a view of a result reads of a buffer that the result reads."""
     source, strides, start = read
     if strides is None:
         return read
-    cell = view.cell
-    found, first = _composed(view.shape, view.strides, view.offset, cell.shape, cell.strides, strides)
+    lazy = view.lazy
+    found, first = _composed(view.shape, view.strides, view.offset, lazy.shape, lazy.strides, strides)
     return (source, None, 0) if found is None else (source, found, start + first)
 
 
@@ -162,7 +166,7 @@ def _composed(
 
 
 def _along(dims: Sequence[tuple[int, int, int]], size: int, step: int) -> int | None:
-    """The stride in a buffer of what has this stride in the cell; None where it has none."""
+    """The stride in a buffer of what has this stride in the result; None where it has none."""
     for place in range(len(dims) - 1, -1, -1):
         outer, count, own = dims[place]
         if outer <= step < outer * count:

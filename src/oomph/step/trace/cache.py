@@ -18,7 +18,7 @@ from oomph.step.trace.flops import uncounted
 from oomph.step.trace.template import SHORT, Template, TemplateFacts, points, steps
 
 KEPT = 64  # templates on disk: the oldest goes
-_KEYS = ("dtype", "autocast", "attention", "compile", "torch_version")  # what of a config changes the lists
+_KEYS = ("trainer", "dtype", "autocast", "attention", "compile", "torch_version")  # what of a config changes the lists
 
 
 class TracedModel(msgspec.Struct, frozen=True):

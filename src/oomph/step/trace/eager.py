@@ -79,6 +79,7 @@ def lists(
     autocast: bool,
     cuda: bool,
     attention: str,
+    keep_output: bool = True,
     most_alone: int = MOST_CALLS,
 ) -> Lists:
     """A batch of an evaluation, and the first micro-step of a step that is not the run's first.
@@ -89,7 +90,7 @@ def lists(
     half = DTYPES[dtype] if autocast and dtype != "float32" else None
     with recording(model, cuda=cuda, attention=attention, most_alone=most_alone) as recorder:
         batch = tuple(torch.zeros_like(tensor) for tensor in inputs)
-        program = _Program(model, batch, (), recorder, _loss_of, True, 1, half)
+        program = _Program(model, batch, (), recorder, _loss_of, keep_output, 1, half)
         if half is torch.float16:
             amplifier = torch.ones(())
             program.scale = lambda loss: loss * amplifier

@@ -239,6 +239,7 @@ class _Tracing:
         config = self.config
         return {
             "dtype": config.dtype, "autocast": config.autocast, "cuda": self.cuda, "attention": config.attention,
+            "keep_output": config.trainer != "hf",  # the Trainer lets go of it before backward
         }  # fmt: skip
 
 
