@@ -217,8 +217,9 @@ def test_the_memory_of_a_run_on_this_cpu_is_what_the_plan_said(tmp_path: Path) -
     data = write_data(tmp_path / "tokens")
     keys = {"vocab_size": 50304, "n_layer": 3, "n_embd": 192, "block_size": 128, "batch_size": 8, "max_iters": 3}
     argv = [*arguments(data, tmp_path / "run", dropout=0.0, gradient_accumulation_steps=1, **keys), "--json"]
+    environment = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path)}  # no figures of an earlier measurement
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *argv], env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM, *argv], env=environment, capture_output=True, text=True, check=True
     )
     memory = json.loads(done.stdout)["memory_mib"]
     tensors_mib = json.loads((tmp_path / "run" / "plan.json").read_text())["memory"]["allocated_mib"]
