@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -64,15 +65,12 @@ def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False
         dtype = decisions["dtype"][0] if "dtype" in decisions else config.dtype
         decisions |= _flash3(str(dtype), device)
     decisions |= {key: rule for key, rule in _shape_rules(config).items() if getattr(config, key) is None}
-    if config.return_logits is None:
-        decisions["return_logits"] = _return_logits(config)
+    decisions |= {key: rule(config) for key, rule in _BY_SETTING.items() if getattr(config, key) is None}
     if config.loss_chunk is None:
         dtype = decisions["dtype"][0] if "dtype" in decisions else config.dtype
         decisions["loss_chunk"] = _loss_chunk(msgspec.structs.replace(config, dtype=dtype), device)
     if config.trainer == "oomph" and config.compile and device.kind == "cpu" and not loaded.said("compile"):
         decisions["compile"] = (False, "torch.compile does not pay on a CPU")
-    if config.use_cache is None:
-        decisions["use_cache"] = _use_cache(config)
     if config.optimizer_loop is None:
         decisions["optimizer_loop"] = _optimizer_loop(config, device)
     settled = msgspec.structs.replace(config, **{key: value for key, (value, _) in decisions.items()})
@@ -160,9 +158,7 @@ def _return_logits(config: TrainConfig) -> Decision:
     if config.loss_chunk:
         return False, "a loss in chunks never holds all logits"
     if config.trainer == "hf":
-        return returns_logits(
-            config
-        ), "the Trainer lets them go before backward; a compiled model gets a gradient for them"
+        return bool(config.compile), "the Trainer lets them go, but a compiled model is given a gradient of them"
     if config.trainer == "torch":
         return True, "a plain loop holds the model's outputs until the next are there"
     if config.trainer == "nanochat":
@@ -185,14 +181,17 @@ def _use_cache(config: TrainConfig) -> Decision:
     return True, "transformers' models have it on unless they are told otherwise"
 
 
-def returns_logits(config: TrainConfig) -> bool:
-    """Whether backward is given a gradient of the logits under the Trainer: if the model is compiled."""
-    return bool(config.compile)
+_BY_SETTING = {"return_logits": _return_logits, "use_cache": _use_cache}  # what other settings of a run decide
 
 
-def keeps_cache(config: TrainConfig) -> bool:
-    """Whether the program keeps keys and values where nobody says so: a search asks it of every setting it tries."""
-    return bool(_use_cache(config)[0])
+def left_open(loaded: LoadedConfig) -> tuple[str, ...]:
+    """The keys that transformers' programs decide by the other settings, and nobody gave."""
+    return tuple(key for key in _BY_SETTING if loaded.config.trainer in TRANSFORMERS and not loaded.said(key))
+
+
+def decided(config: TrainConfig, keys: Iterable[str]) -> TrainConfig:
+    """A setting that a search tries, with those keys as its program decides them."""
+    return msgspec.structs.replace(config, **{key: _BY_SETTING[key](config)[0] for key in keys})
 
 
 def _loss_chunk(config: TrainConfig, device: SettlingDevice) -> Decision:

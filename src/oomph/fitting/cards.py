@@ -25,8 +25,9 @@ from oomph.fitting.space import (
     same_rows,
     with_changes,
 )
-from oomph.planning.plan import Plan, gc_paused
+from oomph.planning.plan import Plan
 from oomph.step import build as steps
+from oomph.step.collector import uncollected
 
 
 class CardOption(msgspec.Struct, frozen=True):
@@ -152,7 +153,7 @@ def which_cards(
     chosen.sort(key=lambda card: (_kind_of(card), -_room_mib(card)))
     search = _Search(loaded, reserve_mib, hours)
     found = []
-    with gc_paused():
+    with uncollected():
         for number, card in enumerate(chosen, 1):
             if progress is not None:
                 progress(f"card {number} of {len(chosen)}: {card.name}")

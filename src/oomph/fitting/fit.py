@@ -39,7 +39,8 @@ from oomph.fitting.space import (
     variant,
     with_changes,
 )
-from oomph.planning.plan import Plan, choose_device, gc_paused, tokens_per_step
+from oomph.planning.plan import Plan, choose_device, tokens_per_step
+from oomph.step.collector import uncollected
 
 NEARLY_AS_FAST = 0.05  # the safest option gives up at most this share of the best one's speed
 SMALL_BATCHES = 4  # micro-batches, the smallest, that a smaller model is searched with
@@ -67,7 +68,7 @@ def fit(
     tell = progress or (lambda _: None)
     check_tokens(loaded, tokens)
     searcher = Searcher(choose_device(device, loaded.config), reserve_mib)
-    with gc_paused():
+    with uncollected():
         if (tokens or hours) and not names_a_model(loaded):
             return propose(loaded, searcher, tokens, hours, tell)
         loaded = with_tokens(loaded, tokens)

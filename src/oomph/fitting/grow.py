@@ -20,6 +20,7 @@ from math import inf, log
 import msgspec
 
 from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.settle import left_open
 from oomph.fitting.result import KeyValue, Option
 from oomph.fitting.search import Searcher, boundary
 from oomph.fitting.space import (
@@ -274,7 +275,7 @@ def _settings(program: TrainingProgram, given: Container[str]) -> Iterator[Ladde
     for (size, micro_steps), compiled in product(sizes, compiling):
         batch = {"batch_size": size, "gradient_accumulation_steps": micro_steps}
         lowest = msgspec.structs.replace(base, **batch, compile=compiled)
-        yield Ladder(lowest, tuple(sorted(counts)), segments, program.loaded.said("use_cache"))
+        yield Ladder(lowest, tuple(sorted(counts)), segments, left_open(program.loaded))
 
 
 def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[DepthAndWidth, Plan] | None]]:

@@ -13,7 +13,7 @@ import msgspec
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.config.schema import TRANSFORMERS
-from oomph.config.settle import follows, keeps_cache, returns_logits
+from oomph.config.settle import decided, follows, left_open
 from oomph.devices import Device
 from oomph.fitting.estimate import period_of
 from oomph.fitting.result import Fidelity, KeyValue
@@ -62,14 +62,12 @@ class Ladder(msgspec.Struct, frozen=True):
     config: TrainConfig  # of the lowest rung
     counts: tuple[int, ...]  # of checkpointed blocks, rising
     expandable_segments: tuple[bool, ...]  # the config's own first: they take the same time
-    is_cache_given: bool = True  # else the program decides on every rung whether it keeps keys and values
+    left_open: tuple[str, ...] = ()  # keys that the program decides on every rung
 
     def at(self, rung: int) -> TrainConfig:
         """The setting on a rung, with the segments that are tried first."""
         config = msgspec.structs.replace(self.config, checkpoint_layers=self.counts[rung])
-        if config.trainer == "hf":
-            config = msgspec.structs.replace(config, return_logits=returns_logits(config))
-        return config if self.is_cache_given else msgspec.structs.replace(config, use_cache=keeps_cache(config))
+        return decided(config, self.left_open) if self.left_open else config
 
     def both(self, rung: int) -> list[TrainConfig]:
         """The settings on a rung, one a kind of segments."""
@@ -202,7 +200,7 @@ def ladders(program: TrainingProgram) -> Iterator[Ladder]:
                 checkpoint_layers=counts[0],
                 optimizer_loop=loop,
             )
-            yield Ladder(lowest, counts, program.expandable_segments, program.loaded.said("use_cache"))
+            yield Ladder(lowest, counts, program.expandable_segments, left_open(program.loaded))
 
 
 def variant(program: TrainingProgram, changes: dict[str, KeyValue], device: Device) -> TrainingProgram:

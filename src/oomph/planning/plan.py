@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ from oomph.predict.run_time import predict_time
 from oomph.predict.run_time import tokens_per_step as tokens_per_step
 from oomph.step import build as steps
 from oomph.step import parameters as params
+from oomph.step.collector import uncollected
 from oomph.step.ops import Kernel, Phase, Step
 from oomph.step.parameters import Parameter
 
@@ -138,19 +137,7 @@ def _without_none(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pauses garbage collection: a step is many small objects, few in cycles, and visiting them all takes long."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
-
-
-@gc_paused()
+@uncollected()
 def plan(
     config: Config = None,
     device: Device | str | None = None,

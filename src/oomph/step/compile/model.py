@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import msgspec
 
 from oomph.config.schema import TrainConfig
 from oomph.step import models
+from oomph.step.collector import uncollected
 from oomph.step.compile.decompose import RULES
 from oomph.step.compile.depth import deepened
 from oomph.step.compile.emit import emitted
@@ -77,10 +77,10 @@ def _evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvalua
     return _from_few_blocks(config, cuda, threads, ProgramMaker.evaluation)
 
 
+@uncollected()  # a graph is full of circles, all of them needed to the end
 def _from_few_blocks(config: TrainConfig, cuda: bool, threads: int, make: Callable[[ProgramMaker], T]) -> T:
+    """What is made of a few blocks and repeated, or of all of them where they are not alike."""
     maker = ProgramMaker(config, cuda, threads, *sample(models.kinds(config)))
-    collects = gc.isenabled()
-    gc.disable()  # a graph is full of circles, all of them needed to the end
     try:
         return make(maker)
     except UnlikeBlocksError:
@@ -89,8 +89,6 @@ def _from_few_blocks(config: TrainConfig, cuda: bool, threads: int, make: Callab
         return make(maker)
     finally:
         maker.let_go()
-        if collects:
-            gc.enable()
 
 
 class ProgramMaker:

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from oomph.config.schema import TrainConfig
+from oomph.step.collector import uncollected
 from oomph.step.ops import Step
-from oomph.step.trace.collector import uncollected
 from oomph.step.trace.flops import uncounted
 from oomph.step.trace.template import SHORT, Template, TemplateFacts, points, steps
 

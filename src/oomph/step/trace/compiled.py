@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 
 from oomph.config.schema import NEWEST_TORCH, TrainConfig
 from oomph.errors import InputError, Problem
+from oomph.step.collector import uncollected
 from oomph.step.compile.model import DONATED_FROM, ONE_HOT_BEFORE
 from oomph.step.ops import Buffer, Kind, Phase, Step
 from oomph.step.trace.capture import capture
-from oomph.step.trace.collector import uncollected
 from oomph.step.trace.fakes import DTYPES, ModelOrFactory, convert, facts, on_fakes
 from oomph.step.trace.inductor import plan, register_patterns, report_strides
 from oomph.step.trace.loss import find_loss

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
+from oomph.step.collector import uncollected
 from oomph.step.depth import UnlikeBlocksError
 from oomph.step.ops import Buffer, Kind, Phase, Section, Step
-from oomph.step.trace.collector import uncollected
 from oomph.step.trace.fakes import DTYPES, ModelOrFactory, convert, drawing_ones, grouping_floats, on_fakes
 from oomph.step.trace.hugging_face import deciding_as_eager
 from oomph.step.trace.kernels import random_states, rules

@@ -1,4 +1,4 @@
-"""Python's cycle collector, kept out of a trace. Needs no torch: importing that is quicker without it, too."""
+"""Python's cycle collector, kept out of plans and traces. Needs no torch: importing that is quicker without it, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's cycle collector, which would go over all that is imported and traced again and again.
+    """Without Python's cycle collector, which would go over all that is imported, planned and traced again and again.
 
     It also makes frees certain: what goes, goes when its last name does.
     """
