@@ -104,11 +104,11 @@ function Verdict({ name, plan, chosen }) {
     </label>`;
 }
 
-/** ", fits with 97 %", where the device's memory is known. */
+/** ", fits: 97 %", where the device's memory is known. */
 const chance = (p) => {
   if (p === undefined) return "";
-  const percent = p > 0.99 ? "over 99" : p < 0.01 ? "under 1" : Math.round(100 * p);
-  return `, fits with ${percent} %`;
+  const percent = p > 0.99 ? ">\u00a099" : p < 0.01 ? "<\u00a01" : Math.round(100 * p);
+  return `, fits:\u00a0${percent}\u00a0%`;
 };
 
 const Left = ({ left, capacity }) =>
