@@ -264,3 +264,8 @@ def test_this_machine_is_told(client: httpx.Client) -> None:
 def test_an_absurd_run_is_answered_or_refused_but_never_hangs(client: httpx.Client) -> None:
     reply = client.post("/api/plan", json={"gpu": CARD, "set": {"n_layer": 1000, "batch_size": 1_000_000}})
     assert reply.status_code in (200, 400)
+
+
+def test_a_program_that_the_page_does_not_plan_is_refused(client: httpx.Client) -> None:
+    reply = client.post("/api/plan", json={"preset": "gpt2", "gpu": "RTX 4070", "set": {"trainer": "hf"}})
+    assert (reply.status_code, reply.json()["problems"][0]["where"]) == (400, "trainer")

@@ -130,6 +130,9 @@ def _plans(question: PlanQuestion) -> tuple[Plan, Plan]:
 
 def _plan(question: PlanQuestion, run: tuple[LoadedConfig, Device], of_other: bool = False) -> Plan:
     loaded, device = run
+    if loaded.config.trainer not in OTHER_TRAINER:
+        what, allowed = "the page plans nanoGPT and oomph train alone", "oomph plan, in a terminal"
+        raise InputError(Problem("trainer", what, found=loaded.config.trainer, allowed=allowed))
     if of_other:
         loaded = configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer])
     return plan(
