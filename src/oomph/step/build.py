@@ -65,6 +65,9 @@ def build(
     make = partial(programs.build, nearly=nearly) if config.compile else loop.build
     step = make(config, cuda, first, threads, evaluates)
     held = [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
+    later = config.gradient_accumulation_steps // config.world_size - 1
+    if config.trainer == "hf" and later > 0:  # the Trainer fetches a step's batches at once, and holds them
+        held.append(Buffer("batch.later", 16 * later * config.batch_size * config.block_size, Kind.INPUTS))
     step = Step((*step.resident, *held), step.sections)
     if config.trainer == "oomph" and not cuda:
         step = _with_random_state(step)

@@ -87,8 +87,8 @@ class CompiledLoop:
         new |= {pattern: grads[name] for name, pattern in programs.grads.items()}
         saved = {buffer for op in programs.backward for buffer in op.frees if buffer in new}
         let_go = [*self.outputs, *([self.loss] if self.loss is not None else [])]
-        if not self.keep_outputs:
-            let_go += outputs
+        if not self.keep_outputs:  # what backward needs of them goes there
+            let_go += [own for own, pattern in zip(outputs, programs.outputs, strict=True) if pattern not in saved]
         ops = exchanged(programs.forward, new)
         ops.append(Op("loop.assign", Phase.FORWARD, frees=tuple(let_go)))
         ops.append(Op("loss.scaled", Phase.LOSS, (loss,), (programs.loss,), Kernel.POINTWISE, bytes_moved=8))

@@ -131,11 +131,12 @@ class ProgramMaker:
             each.value: Buffer(f"{_value(out).name}.zeros", each.bytes, Kind.LOGITS)
             for out, each in zip(returned, tangents, strict=True)
         }
-        held = {*(memory[value] for value in graphs.inputs if value.kind is Kind.PARAMETERS), *results}
+        held = {memory[value] for value in graphs.inputs if value.kind is Kind.PARAMETERS}
+        held.update(results if keeps_outputs(self.config) else results[:1])  # the loss is the loop's in any case
         if not self.config.loss_chunk:
             held.add(memory[tangents[0].value])  # of the loss: the loop's
         backward, made = self._compile_backward(
-            graphs.backward, graphs.saved, tangents, memory, list(grads.values()), held
+            graphs.backward, graphs.saved, tangents, memory, list(grads.values()), held, results
         )
         found, copies = _apart({name: made[value] for name, value in grads.items()})
         return CompiledModel(
@@ -190,12 +191,14 @@ class ProgramMaker:
         memory: Mapping[Value, Buffer],
         outputs: list[Value],
         held: Collection[Buffer],
+        returned: Collection[Buffer],
     ) -> tuple[tuple[Op, ...], dict[Value, Buffer]]:
-        """The backward program, and the memory of the gradients it returns."""
+        """The backward program, which overwrites nothing that forward `returned`, and the memory of its gradients."""
         given = {value: _input(value) for value in (*saved, *(tangent.value for tangent in tangents))}
         for value, source in given.items():
             source.freeable = value.how is not How.INPUT
-            source.donated = source.freeable and value.how is not How.TANGENT and self.version >= DONATED_FROM
+            saved_alone = value.how is not How.TANGENT and memory[value] not in returned
+            source.donated = source.freeable and saved_alone and self.version >= DONATED_FROM
         return self._compile(graph, given, memory, outputs, held, Phase.BACKWARD)
 
     def _compile(
@@ -245,6 +248,11 @@ class ProgramMaker:
         for task in self.tasks:
             task.reads, task.writes = {}, []
         self.recorder.clear()
+
+
+def keeps_outputs(config: TrainConfig) -> bool:
+    """Whether the loop holds what the model returns during backward. The Trainer lets go of it before."""
+    return config.trainer != "hf"
 
 
 def _apart(grads: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Op]]:

@@ -11,7 +11,13 @@ import msgspec
 from oomph.config.schema import TrainConfig
 from oomph.step import models
 from oomph.step.compile.loop import CompiledLoop, CompiledNanochatLoop, Programs
-from oomph.step.compile.model import CompiledEvaluation, CompiledModel, compiled_evaluation, compiled_model
+from oomph.step.compile.model import (
+    CompiledEvaluation,
+    CompiledModel,
+    compiled_evaluation,
+    compiled_model,
+    keeps_outputs,
+)
 from oomph.step.compile.scale import scaled_model
 from oomph.step.loop import model_buffers
 from oomph.step.models.gpt2 import attends_by_hand
@@ -51,11 +57,10 @@ def build(
     if cuda and config.trainer == "nanogpt" and not attends_by_hand(config):
         alike = _replace(alike, trainer="oomph")  # whose compiled model is the same
     micro_steps = max(1, config.gradient_accumulation_steps // config.world_size)
-    keeps_outputs = config.trainer != "hf"  # the Trainer lets go of them before backward
     found = programs(alike, cuda, threads, evaluates, nearly)
     is_nanochat = config.trainer == "nanochat"
     loop = (CompiledNanochatLoop if is_nanochat else CompiledLoop)(
-        found, micro_steps, 2 * config.eval_iters, keeps_outputs
+        found, micro_steps, 2 * config.eval_iters, keeps_outputs(config)
     )
     optimizer = (NanochatOptimizer if is_nanochat else Optimizer)(config, cuda, parameters(config))
     return loop.step(optimizer, model_buffers(config, cuda), first)

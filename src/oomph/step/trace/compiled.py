@@ -98,7 +98,8 @@ def lists(
         batch = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
     half = DTYPES[dtype] if autocast and dtype != "float32" else None
     with uncollected():
-        return _Maker(model, batch, half, cuda, attention, fake_mode, torch_version).lists(evaluation, keep_output)
+        maker = _Maker(model, batch, half, cuda, attention, fake_mode, torch_version, keep_output)
+        return maker.lists(evaluation)
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -118,7 +119,9 @@ class _Maker:
         attention: str,
         fake_mode: FakeTensorMode,
         torch_version: str,
+        keep_output: bool,
     ) -> None:
+        self.keep_output = keep_output
         self.model, self.inputs, self.half, self.fake_mode = model, batch, half, fake_mode
         self.cuda, self.attention = cuda, attention
         version = tuple(int(part) for part in torch_version.split(".")[:2])
@@ -132,7 +135,7 @@ class _Maker:
         self.visible = 0
         self.zeros: dict[int, Buffer] = {}  # by output: the gradient that autograd makes up for it
 
-    def lists(self, evaluation: bool, keep_output: bool) -> Lists:
+    def lists(self, evaluation: bool) -> Lists:
         """Forward and backward in training, then the forward of an evaluation."""
         self._capture()
         self.graphs["inference"] = GraphOps((), (), ())
@@ -151,7 +154,7 @@ class _Maker:
                 "batch": tuple(self.batch),
                 "loss": (_present(returned[loss]),),
                 "outputs": outputs,
-                "kept": outputs if keep_output else (),
+                "kept": outputs if self.keep_output else (),
                 "zeros": tuple(self.zeros.values()),
                 "evaluation_outputs": tuple(b for b in inference.outputs if b is not None),
             },
@@ -201,7 +204,9 @@ class _Maker:
         buffers: list[Buffer | None]
         if backward:
             buffers = self._backward_inputs(list(planned.graph.graph_inputs), inputs)
-            held = {*self.state, *(b for b in self.graphs["forward"].outputs[: self.visible] if b is not None)}
+            returned = self.graphs["forward"].outputs[: self.visible]
+            kept = returned if self.keep_output else [returned[self.loss_index]]
+            held = {*self.state, *(b for b in kept if b is not None)}
         else:
             buffers = [*self.state, *self.batch]
             held = {*self.state, *self.batch}
