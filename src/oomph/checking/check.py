@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
 from datetime import date
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,15 +15,16 @@ from msgspec.structs import replace
 
 from oomph import config as configs
 from oomph import devices
-from oomph.checking.launch import Job, JobDone, JobFailed, PowerWatch, StepDone, run_job
-from oomph.config import LoadedConfig
+from oomph.checking.launch import Ended, Job, JobDone, JobFailed, JobRefused, PowerWatch, StepDone, run_job
+from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.schema import TRANSFORMERS
 from oomph.data.manifest import find_dataset
 from oomph.devices import Device
-from oomph.devices.cpu_rates import BUSY, torch_version
+from oomph.devices.cpu_rates import BUSY
 from oomph.devices.ratios import HIGHEST, LOWEST, Ratios
 from oomph.errors import InputError, Problem
 from oomph.planning.notes import unrunnable
-from oomph.planning.plan import Config, Plan, plan, with_optimizer
+from oomph.planning.plan import Config, Plan, plan, with_imports
 from oomph.predict import cost
 from oomph.training.errors import DoesNotFitError
 
@@ -93,7 +96,7 @@ class Check(msgspec.Struct, frozen=True):
         }
 
 
-CHECKED = ("nanogpt", "oomph")  # the programs that can be run
+CHECKED = ("nanogpt", "oomph", *TRANSFORMERS)  # the programs that can be run
 STEPS = 5  # timed, after the first
 CPU_MICRO_STEPS = 2  # the first and a later one: on a CPU all of them could take minutes
 RECORDED_STEPS = 1  # after the first, which allocates the optimizer's state
@@ -106,7 +109,7 @@ def check(config: Config = None, *, steps: int = STEPS, force: bool = False, tel
 
     `config` is what `oomph.plan` takes; its `device` is where it runs. Raises `DoesNotFitError` if the plan says that
     it does not fit, unless `force`, and `InputError` if the input is wrong. A run that fails or runs out of memory is
-    a result. `tell` gets short progress messages. Needs torch.
+    a result. `tell` gets short progress messages. Needs torch, and transformers for its models.
     """
     loaded, device = _settle(configs.as_loaded(config), steps)
     planned = plan(loaded, device)
@@ -131,11 +134,21 @@ def _settle(loaded: LoadedConfig, steps: int) -> tuple[LoadedConfig, Device]:
         raise InputError(
             Problem(_where(loaded, "device"), "this device is not available", found=found, allowed="--device=cpu")
         )
-    version = (torch_version() or "").partition("+")[0].partition("a")[0].partition("rc")[0]
-    if not loaded.said("torch_version") and version[:1].isdigit():
-        config = replace(loaded.config, torch_version=version)
-        loaded = replace(loaded, config=config, sources=loaded.sources | {"torch_version": "default: what runs here"})
+    for package in ("torch", "transformers"):
+        key, version = f"{package}_version", _installed(package)
+        if version is not None and not loaded.said(key):
+            config = replace(loaded.config, **{key: version})
+            loaded = replace(loaded, config=config, sources=loaded.sources | {key: "default: what runs here"})
     return loaded, device
+
+
+def _installed(package: str) -> str | None:
+    """Which release of a package is installed; None where it does not say."""
+    try:
+        number = re.match(r"\d+\.\d+(\.\d+)?", metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return None
+    return number.group() if number else None
 
 
 def _asked_for_a_gpu(loaded: LoadedConfig) -> bool:
@@ -150,11 +163,13 @@ def _invalid(loaded: LoadedConfig, steps: int) -> list[Problem]:
     config, problems = loaded.config, []
     if steps < 1:
         problems.append(Problem("--steps", "too few", found=str(steps), allowed="at least 1"))
-    if config.trainer not in CHECKED or config.model_type != "gpt2":
-        found = f"{config.model_type} under {config.trainer}"
-        problems.append(
-            Problem(_where(loaded, "trainer"), "only nanoGPT's model can be run", found, "nanogpt or oomph")
-        )
+    if config.trainer not in CHECKED:
+        what = f"{config.trainer}'s model is in no package, so a check cannot run it"
+        problems.append(Problem(_where(loaded, "trainer"), what, found=config.trainer, allowed=", ".join(CHECKED)))
+    if config.trainer in TRANSFORMERS and find_spec("transformers") is None:
+        what = "transformers' models need the package transformers"
+        allowed = "after: pip install 'oomph[hf]'"
+        problems.append(Problem(_where(loaded, "trainer"), what, found=config.trainer, allowed=allowed))
     if config.eval_only:
         problems.append(
             Problem(_where(loaded, "eval_only"), "without training steps there is nothing to check", allowed="False")
@@ -189,6 +204,8 @@ class _Checking:
 
             self.tell("starting torch")
             ended = run_job(self._job(self.steps, allocations=False), note, power.follow)
+            if isinstance(ended, JobRefused):
+                raise InputError(ended.problems)
             watts = power.watts()
         allocated_mib = None
         if isinstance(ended, JobDone):
@@ -199,7 +216,7 @@ class _Checking:
                 ended = recorded if isinstance(recorded, JobFailed) else ended
         return self._result(ended, allocated_mib, watts)
 
-    def _record_allocations(self) -> JobDone | JobFailed:
+    def _record_allocations(self) -> Ended:
         self.tell("running again to record every allocation")
         return run_job(self._job(RECORDED_STEPS, allocations=True), lambda _: None, lambda _: None)
 
@@ -282,9 +299,9 @@ class _Checking:
         ratio = measured.step_ms / predicted.step_ms if measured.step_ms and predicted.step_ms else None
         tensors = predicted.allocated_mib if self.on_cpu else predicted.reserved_mib
         beside_mib = measured.process_mib - tensors if measured.process_mib and tensors else None
-        if beside_mib is not None:  # what the optimizer imports differs between programs
+        if beside_mib is not None:  # what is imported differs between programs
             device = self.plan.device
-            beside_mib -= with_optimizer(device, self.config).context_mib - device.context_mib
+            beside_mib -= with_imports(device, self.config).context_mib - device.context_mib
         if ratio is not None and not LOWEST <= ratio <= HIGHEST:
             ratio = None  # something other than the device slowed the steps, or the prediction is wrong
         if ratio is beside_mib is measured.watts is None:
@@ -292,12 +309,18 @@ class _Checking:
         how = "compiled" if self.config.compile else "eager"
         return Ratios(
             date=date.today().isoformat(),
-            of=f"{self.plan.program}, {self.config.n_layer} layers × {self.config.n_embd}, {how}, {self.config.dtype}",
+            of=f"{self.plan.program}, {shape(self.config)}, {how}, {self.config.dtype}",
             torch=self.config.torch_version,
             time=ratio,
             context_mib=max(0.0, beside_mib) if beside_mib is not None else None,
             watts=measured.watts,
         )
+
+
+def shape(config: TrainConfig) -> str:
+    """The model in a few words; its type, where the program has several."""
+    name = f"{config.model_type}, " if config.trainer in TRANSFORMERS else ""
+    return f"{name}{config.n_layer} layers × {config.n_embd}"
 
 
 def _data_folder(loaded: LoadedConfig) -> str | None:

@@ -13,8 +13,9 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from oomph.checking.launch import Job, JobDone, JobFailed, Message
+from oomph.checking.launch import Job, JobDone, JobFailed, JobRefused, Message
 from oomph.checking.programs import OutOfMemoryInStepError, make_program
+from oomph.errors import InputError
 from oomph.training.errors import TrainingError, is_out_of_memory
 from oomph.training.memory import MemoryMeter, return_freed_memory
 from oomph.units import MIB
@@ -44,6 +45,8 @@ def run(job: Job, tell: Callable[[Message], None]) -> None:
         torch.set_float32_matmul_precision("high")
     try:
         tell(_allocations(job, tell) if job.allocations else _measured(job, tell))
+    except InputError as error:
+        tell(JobRefused(error.problems))
     except Exception as error:
         words = str(error).strip().splitlines() or [""]
         starved = isinstance(error, OutOfMemoryInStepError) or is_out_of_memory(error)

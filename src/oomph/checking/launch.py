@@ -21,6 +21,7 @@ import msgspec
 from oomph.config import TrainConfig
 from oomph.devices.cpu_rates import child_environment
 from oomph.devices.nvml import Sampler, sampler
+from oomph.errors import Problem
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -61,14 +62,21 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
     out_of_memory: bool
 
 
-Message = StepDone | JobDone | JobFailed
+class JobRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """Something is wrong with the config that only a child finds out."""
+
+    problems: tuple[Problem, ...]
+
+
+Ended = JobDone | JobFailed | JobRefused
+Message = StepDone | Ended
 
 
 SAMPLE_S = 0.25  # between power readings: NVML updates them about every 0.1 s
 LAST_OUTPUT_BYTES = 400  # of a child that died, for the report
 
 
-def run_job(job: Job, on_step: Callable[[StepDone], None], on_start: Callable[[int], None]) -> JobDone | JobFailed:
+def run_job(job: Job, on_step: Callable[[StepDone], None], on_start: Callable[[int], None]) -> Ended:
     """Run the job in its own process, which never outlives the call."""
     command = [sys.executable, "-m", "oomph.checking.child"]
     with tempfile.TemporaryFile() as errors:
@@ -86,9 +94,7 @@ def run_job(job: Job, on_step: Callable[[StepDone], None], on_start: Callable[[i
                     _close(pipe)
 
 
-def _listen(
-    child: subprocess.Popen[bytes], job: Job, on_step: Callable[[StepDone], None]
-) -> JobDone | JobFailed | None:
+def _listen(child: subprocess.Popen[bytes], job: Job, on_step: Callable[[StepDone], None]) -> Ended | None:
     """The child's last message; None if it ended without one."""
     assert child.stdin is not None and child.stdout is not None
     try:

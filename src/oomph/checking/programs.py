@@ -1,4 +1,4 @@
-"""The programs that a check runs: nanoGPT's training step as published, and oomph's own."""
+"""The programs that a check runs: nanoGPT's training step as published, oomph's own, and those of transformers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomph.checking.launch import Job, StepDone
 from oomph.config import TrainConfig
+from oomph.config.schema import TRANSFORMERS
 from oomph.devices.cpu_rates import waited_s, waits_s
 from oomph.step.models.gpt2 import attends_by_hand
+from oomph.step.tensor.layout import HALVES
+from oomph.step.trace.hugging_face import causal_model_builder
 from oomph.training.distributed import Ranks
 from oomph.training.feed import Batch, Feed
 from oomph.training.model import GPT
-from oomph.training.optimizer import groups, make_optimizer
+from oomph.training.optimizer import make_optimizer, torch_optimizer
 from oomph.training.trainer import DTYPES, SmallerBatch, Trainer
 
 
@@ -62,12 +66,16 @@ class OutOfMemoryInStepError(Exception):
     """Memory ran out in a step that `oomph train` would repeat with a smaller micro-batch."""
 
 
-def make_program(job: Job) -> OomphSteps | NanogptSteps:
+def make_program(job: Job) -> OomphSteps | LoopSteps:
     """The program of the config's trainer, with its model, optimizer and data."""
     torch.manual_seed(job.config.seed)
     device = torch.device(job.device)
     config = replace(job.config, gradient_accumulation_steps=job.micro_steps)
     feed = Feed(Path(job.data), config, Ranks(), device) if job.data else cast(Feed, RandomFeed(config, device))
+    if config.trainer in TRANSFORMERS:
+        causal = causal_model_builder(config, bool(config.checkpoint_layers))().to(device)
+        batches = job.config.gradient_accumulation_steps
+        return HfSteps(config, causal, feed, batches) if config.trainer == "hf" else PlainSteps(config, causal, feed)
     model = GPT(config)
     if attends_by_hand(config):
         use_plain_attention(model)
@@ -123,6 +131,59 @@ class StepTimer:
         return StepDone(step, first - start, last - first, end_s, loss, waited_s(self.waits))
 
 
+class LoopSteps:
+    """A loop around a model with torch's own optimizer. Programs differ in their micro-steps."""
+
+    def __init__(self, config: TrainConfig, model: nn.Module, feed: Feed) -> None:
+        self.config, self.feed, self.timer = config, feed, StepTimer(feed.device)
+        self.parameters = list(model.parameters())
+        self.optimizer: Any = torch_optimizer(model, config)  # a pair, where it is Muon
+        self.scaler = torch.amp.GradScaler(feed.device.type, enabled=half(config) is torch.float16)
+        self.model: Any = torch.compile(model) if config.compile else model
+        self.fetched = self.done = 0
+
+    def fetch(self) -> Batch:
+        """The next batch."""
+        self.fetched += 1
+        return self.feed.batch(self.fetched - 1, self.config.batch_size)
+
+    def micro_steps(self) -> Tensor:
+        """Every forward and backward of a step, with a mark of the timer after each; returns the loss."""
+        raise NotImplementedError
+
+    def do_step(self) -> StepDone:
+        """One optimizer step."""
+        self.timer.start()
+        with attention(self.config):
+            loss = self.micro_steps()
+        if self.config.grad_clip:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.config.zero_grad == "after_step":
+            self.optimizer.zero_grad()
+        self.done += 1
+        return self.timer.stepped(self.done - 1, loss.item())
+
+
+def half(config: TrainConfig) -> torch.dtype | None:
+    """What autocast computes in; None where it is off."""
+    return DTYPES[config.dtype] if config.autocast and config.dtype in HALVES else None
+
+
+def autocast(config: TrainConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast that a config asks for."""
+    return nullcontext() if half(config) is None else torch.autocast(device.type, dtype=half(config))
+
+
+def attention(config: TrainConfig) -> AbstractContextManager[Any]:
+    """Keeps scaled_dot_product_attention to the kernel that a config asks for: flash is what it takes where it can."""
+    kernels = {"efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], "math": [SDPBackend.MATH]}
+    found: list[SDPBackend] | None = kernels.get(config.attention)
+    return nullcontext() if found is None else sdpa_kernel(found)
+
+
 class GPTWithLoss(nn.Module):
     """nanoGPT's forward: head and loss inside the model, and the logits returned with the loss."""
 
@@ -136,51 +197,94 @@ class GPTWithLoss(nn.Module):
         return (logits if self.return_logits else None), loss
 
 
-class NanogptSteps:
+class NanogptSteps(LoopSteps):
     """nanoGPT's loop: the caller keeps each micro-step's logits until the next ones exist."""
 
     def __init__(self, config: TrainConfig, model: GPT, feed: Feed) -> None:
-        self.config, self.feed, self.timer = config, feed, StepTimer(feed.device)
-        self.parameters = list(model.parameters())
-        self.optimizer = torch.optim.AdamW(
-            groups(self.parameters, config),
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            fused=config.optimizer_loop == "fused",
-            foreach=config.optimizer_loop == "foreach",
-        )
-        half = config.autocast and config.dtype != "float32" and feed.device.type == "cuda"
-        self.half = DTYPES[config.dtype or "float32"] if half else None
-        self.scaler = torch.amp.GradScaler(feed.device.type, enabled=self.half is torch.float16)
-        with_loss = GPTWithLoss(model, bool(config.return_logits))
-        self.model: Any = torch.compile(with_loss) if config.compile else with_loss
-        self.batch = feed.batch(0, config.batch_size)
-        self.fetched = self.done = 0
+        super().__init__(config, GPTWithLoss(model, bool(config.return_logits)), feed)
+        self.batch = self.fetch()
         self.kept: Tensor | None = None
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.half is None else torch.autocast(self.feed.device.type, dtype=self.half)
-
-    def do_step(self) -> StepDone:
-        """One optimizer step."""
-        micro_steps = self.config.gradient_accumulation_steps
-        self.timer.start()
-        for _ in range(micro_steps):
-            with self._autocast():
+    def micro_steps(self) -> Tensor:
+        count, loss = self.config.gradient_accumulation_steps, torch.zeros(())
+        for _ in range(count):
+            with autocast(self.config, self.feed.device):
                 self.kept, loss = self.model(*self.batch)
-                loss = loss / micro_steps
-            self.fetched += 1
-            self.batch = self.feed.batch(self.fetched, self.config.batch_size)
+                loss = loss / count
+            self.batch = self.fetch()
             self.scaler.scale(loss).backward()
             self.timer.mark()
-        if self.config.grad_clip:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.done += 1
-        return self.timer.stepped(self.done - 1, loss.item() * micro_steps)
+        return loss * count
+
+
+class TrainerModel(nn.Module):
+    """A transformers model as accelerate prepares it: under autocast, and then with float32 logits."""
+
+    def __init__(self, config: TrainConfig, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.model, self.device = config, model, device
+
+    def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
+        with autocast(self.config, self.device):
+            outputs = self.model(**batch)
+        return outputs.logits if half(self.config) is None else outputs.logits.float(), outputs.loss
+
+
+class HfSteps(LoopSteps):
+    """The loop of transformers' Trainer: a step's batches are fetched at once, outputs let go before backward.
+
+    It is written out, because the Trainer itself needs accelerate and a data set, and takes as much memory: on a CPU
+    more by one batch, which its loader has fetched ahead (5.22, eager and compiled, float32 and bfloat16).
+    """
+
+    def __init__(self, config: TrainConfig, model: nn.Module, feed: Feed, batches: int) -> None:
+        """`batches` are a step's, though on a CPU not all of them may be run."""
+        super().__init__(config, TrainerModel(config, model, feed.device), feed)
+        self.batches = batches
+
+    def micro_steps(self) -> Tensor:
+        batches = [hf_batch(self.config, *self.fetch()) for _ in range(self.batches)]
+        count = self.config.gradient_accumulation_steps
+        items = torch.stack([batch["labels"][:, 1:].ne(-100).sum() for batch in batches[:count]]).sum()
+        losses = [self.micro_step(batch, items) for batch in batches[:count]]
+        return torch.stack(losses).sum()
+
+    def micro_step(self, batch: dict[str, Tensor], items: Tensor) -> Tensor:
+        """training_step: the model divides its loss by the number of tokens in all batches."""
+        loss: Tensor = self.model(**batch, num_items_in_batch=items)[1]
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.timer.mark()
+        return loss.detach()
+
+
+class PlainSteps(LoopSteps):
+    """The plainest loop around a transformers model: its outputs are held until the next ones exist."""
+
+    def __init__(self, config: TrainConfig, model: nn.Module, feed: Feed) -> None:
+        super().__init__(config, model, feed)
+        self.outputs: Any = None
+        self.batch: dict[str, Tensor] = {}
+
+    def micro_steps(self) -> Tensor:
+        for index in range(self.config.gradient_accumulation_steps):
+            self.batch = hf_batch(self.config, *self.fetch())
+            with autocast(self.config, self.feed.device):
+                self.outputs = self.model(**self.batch)
+            if index == 0:
+                self.optimizer.zero_grad()
+            self.scaler.scale(self.outputs.loss).backward()
+            self.timer.mark()
+        loss: Tensor = self.outputs.loss
+        return loss.detach()
+
+
+def hf_batch(config: TrainConfig, tokens: Tensor, _targets: Tensor) -> dict[str, Tensor]:
+    """A batch as transformers takes it, which shifts the labels itself; where it is padded, by one token a sequence."""
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if config.padding:
+        batch["attention_mask"] = torch.ones_like(tokens)
+        batch["attention_mask"][:, 0] = 0
+    return batch
 
 
 class OomphSteps(Trainer):

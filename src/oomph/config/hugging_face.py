@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oomph.config.layer import Layer, SourcedValue
-from oomph.config.schema import KEYS, MODEL_TYPES, MOST_BLOCKS
+from oomph.config.schema import KEYS, MODEL_TYPES, MOST_BLOCKS, TrainConfig
 from oomph.config.values import show
 from oomph.errors import InputError, Problem, nearest
 
@@ -99,6 +99,8 @@ OWN_ACTIVATIONS = {"gpt2": "gelu_new", "gpt_neox": "gelu", "opt": "relu", "gemma
 _NESTED = ("text_config",)  # where a model of several kinds of input keeps its language model
 _ALIASES = {"gemma3": "gemma3_text"}
 _GPT2 = ("n_layer", "n_head", "n_embd", "vocab_size", "tie_weights")
+_ACTIVATION_NAMES = ("hidden_activation", "hidden_act", "activation_function")
+_POSITION_NAMES = ("n_positions", "n_ctx", "max_position_embeddings")
 _GPT2_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
@@ -231,8 +233,8 @@ def _windowed(content: Mapping[str, object], layer: Layer, family: str) -> list[
 
 
 def _activation(content: Mapping[str, object], layer: Layer, label: str, family: str) -> None:
-    names = ("hidden_activation", "hidden_act", "activation_function")
-    name = next((content[name] for name in names if content.get(name)), OWN_ACTIVATIONS.get(family, "silu"))
+    own = OWN_ACTIVATIONS.get(family, "silu")
+    name = next((content[name] for name in _ACTIVATION_NAMES if content.get(name)), own)
     known = _ACTIVATIONS.get(str(name))
     if known is None:
         allowed = ", ".join(_ACTIVATIONS)
@@ -249,8 +251,7 @@ def _gpt2(content: Mapping[str, object], label: str) -> Layer:
         given = next((content[name] for name in reversed(names) if content.get(name) is not None), None)
         where = label if given is not None else f"{label} (Hugging Face's default)"
         layer.values[key] = SourcedValue(default if given is None else given, where)
-    positions = ("n_positions", "n_ctx", "max_position_embeddings")
-    given = next((content[name] for name in positions if content.get(name) is not None), None)
+    given = next((content[name] for name in _POSITION_NAMES if content.get(name) is not None), None)
     where = label if given is not None else f"{label} (Hugging Face's default)"
     for key in ("block_size", "max_position_embeddings"):
         layer.values[key] = SourcedValue(1024 if given is None else given, where)
@@ -273,6 +274,34 @@ def _dropout(content: Mapping[str, object], layer: Layer, label: str) -> None:
     if any(value != found[0] for value in found):
         parts = ", ".join(f"{name} = {show(value)}" for name, value in zip(_GPT2_DROPOUTS, found, strict=True))
         layer.notes.append(f"{label}: nanoGPT has one dropout; the first of {parts} is used")
+
+
+# --- back again ---------------------------------------------------------------------------------------------------
+
+
+def written(config: TrainConfig) -> dict[str, object]:
+    """What transformers' config class takes to be this model: every key under all of its names there.
+
+    What changes neither memory nor time is left to the class: the base of rotary embeddings, the norms' epsilon.
+    """
+    keys = {name: getattr(config, key) for key, names in _NAMES.items() for name in names}
+    keys |= dict.fromkeys(_ACTIVATION_NAMES, config.hidden_act)
+    keys |= dict(zip(_GPT2_DROPOUTS, (config.dropout, config.dropout, config.attention_dropout), strict=True))
+    keys |= dict.fromkeys(_POSITION_NAMES, config.max_position_embeddings)
+    kinds = ("full_attention", "sliding_attention")
+    return keys | {
+        "layer_types": [kinds[each] for each in windowed(config)],
+        "use_sliding_window": config.sliding_window is not None,
+        "use_cache": config.use_cache,
+        "torch_dtype": "float32" if config.autocast else config.dtype,  # the weights'
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # they may be beyond a small vocabulary
+    }
+
+
+def windowed(config: TrainConfig) -> list[bool]:
+    """Whether each block sees a window only."""
+    every = config.sliding_window_pattern
+    return [bool(config.sliding_window) and (not every or (block + 1) % every != 0) for block in range(config.n_layer)]
 
 
 # --- by name ------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class CpuRates(msgspec.Struct, frozen=True):
     random_s: float  # one of dropout's random numbers
     process_mib: float | None = None  # Python and torch before any tensor; None where the system does not tell
     optimizer_mib: float | None = None  # what the imports of a torch.optim optimizer add
+    transformers_mib: float | None = None  # and what those of a transformers model add to that
     waited: float = 0.0  # share of the measuring time in which threads waited for other programs
 
 
@@ -155,7 +156,7 @@ def measure(with_bf16: bool, budget_s: float = 0.2) -> dict[str, float | None]:
     import torch
     from torch.nn import functional
 
-    process_mib, optimizer_mib = _process_mib()  # before any tensor of size
+    process_mib, optimizer_mib, transformers_mib = _process_mib()  # before any tensor of size
     waits, begun = waits_s(), time.perf_counter()
 
     def gemm_tflops(dtype: torch.dtype) -> float:
@@ -180,6 +181,7 @@ def measure(with_bf16: bool, budget_s: float = 0.2) -> dict[str, float | None]:
     found = {
         "process_mib": process_mib,
         "optimizer_mib": optimizer_mib,
+        "transformers_mib": transformers_mib,
         "tflops_fp32": tflops,
         "tflops_bf16": gemm_tflops(torch.bfloat16) if with_bf16 else None,
         "copy_gbs": sum_gbs(COPY_FLOATS),
@@ -194,8 +196,9 @@ def measure(with_bf16: bool, budget_s: float = 0.2) -> dict[str, float | None]:
     return {**found, "waited": waited_s(waits) / (time.perf_counter() - begun)}
 
 
-def _process_mib() -> tuple[float | None, float | None]:
-    """MiB of Python and torch with what operators load on first use, and what a torch.optim optimizer adds."""
+def _process_mib() -> tuple[float | None, float | None, float | None]:
+    """MiB of Python and torch with what operators load on first use; what a torch.optim optimizer adds; and what a
+    transformers model then adds, where that is installed."""
     import torch
     from torch.nn import functional
 
@@ -211,7 +214,15 @@ def _process_mib() -> tuple[float | None, float | None]:
     stepped_mib = resident_mib()
     torch.optim.AdamW(layer.parameters()).step()  # it imports torch.compile's machinery
     made_mib = resident_mib()
-    return stepped_mib, made_mib - stepped_mib if made_mib and stepped_mib else None
+    if not stepped_mib or not made_mib:
+        return stepped_mib, None, None
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        return stepped_mib, made_mib - stepped_mib, None
+    tiny = LlamaConfig(vocab_size=2, hidden_size=4, intermediate_size=2, num_hidden_layers=1, num_attention_heads=1)
+    LlamaForCausalLM(tiny)  # type: ignore[no-untyped-call]
+    return stepped_mib, made_mib - stepped_mib, (resident_mib() or made_mib) - made_mib
 
 
 def _dispatch_s(budget_s: float) -> float:

@@ -57,6 +57,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     usable_mib: int  # what one process can use on Linux without a desktop
     context_mib: int  # what CUDA takes before the first tensor; on a CPU, Python with torch
     optimizer_mib: int = 0  # on a CPU: what a program adds to that by making an optimizer of torch.optim
+    transformers_mib: int = 0  # and by importing a model of transformers
     bandwidth_gbs: float | None = None  # 1e9 bytes a second
     tflops_fp16: float | None = None  # dense peaks with fp32 accumulation, 1e12 operations a second
     tflops_bf16: float | None = None

@@ -73,6 +73,7 @@ def this_cpu(measure: bool = True) -> Device:
         cpu_rates=rates,
         context_mib=round(rates.process_mib or 0),
         optimizer_mib=round(rates.optimizer_mib or 0),
+        transformers_mib=round(rates.transformers_mib or 0),
         bandwidth_gbs=rates.copy_gbs,
         tflops_bf16=rates.tflops_bf16,
         tflops_fp32=rates.tflops_fp32,

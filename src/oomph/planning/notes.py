@@ -150,6 +150,8 @@ def unrunnable(loaded: LoadedConfig, on_cpu: bool) -> list[Problem]:
     if config.dtype == "float16" and not config.autocast:
         what = "float16 weights cannot be trained: their gradients underflow"
         add("dtype", what, "autocast = True, or dtype = 'bfloat16'")
+    if config.trainer in TRANSFORMERS and config.checkpoint_layers not in (0, config.n_layer):
+        add("checkpoint_layers", "transformers checkpoints all blocks or none", f"0 or {config.n_layer}")
     if on_cpu and config.attention == "efficient":
         add("attention", "PyTorch has no memory-efficient attention on a CPU", "flash or math")
     return problems

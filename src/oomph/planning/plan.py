@@ -177,7 +177,7 @@ def plan(
         loaded=loaded,
         device=chosen,
         model=counts,
-        memory=footprint(running, settled, with_optimizer(chosen, settled), reserve_mib, built.source),
+        memory=footprint(running, settled, with_imports(chosen, settled), reserve_mib, built.source),
         time=time,
         compute=compute,
         data=data,
@@ -264,12 +264,15 @@ def _blocks(step: Step) -> int:
     return max(1, round(sum(op.kernel in (Kernel.GEMM, Kernel.ATTENTION) for op in forward) / PRODUCTS_A_BLOCK))
 
 
-def with_optimizer(device: Device, config: TrainConfig) -> Device:
-    """The device with what torch.optim imports added to its context; oomph train's own AdamW imports nothing."""
+def with_imports(device: Device, config: TrainConfig) -> Device:
+    """The device with what torch.optim and transformers import added to its context, where the program has them.
+
+    oomph train's own AdamW imports nothing.
+    """
     own = config.trainer == "oomph" and config.optimizer == "adamw" and config.optimizer_loop == "fused"
-    if own or not device.optimizer_mib:
-        return device
-    return msgspec.structs.replace(device, context_mib=device.context_mib + device.optimizer_mib)
+    more = 0 if own else device.optimizer_mib
+    more += device.transformers_mib if config.trainer in TRANSFORMERS else 0
+    return msgspec.structs.replace(device, context_mib=device.context_mib + more)
 
 
 def _runs(steps: tuple[Step, Step], config: TrainConfig) -> tuple[Step, ...]:

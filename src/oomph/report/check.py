@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomph.checking.check import Check
+from oomph.checking.check import Check, shape
 from oomph.report import document as doc
 
 FIGURES = (
@@ -21,9 +21,9 @@ COLUMNS = (doc.Column("", words=True), doc.Column("predicted"), doc.Column("meas
 def document(check: Check) -> doc.Document:
     """The report; in detail how each figure was measured."""
     config = check.plan.config
-    shape = f"{config.n_layer} layers × {config.n_embd}, block {config.block_size}, batch {config.batch_size}"
+    size = f"{shape(config)}, block {config.block_size}, batch {config.batch_size}"
     how = f"vocabulary {config.vocab_size}, {'compiled' if config.compile else 'eager'}, {config.dtype}"
-    parts: list[doc.Part] = [doc.Title(f"{check.plan.program} on {check.plan.device.name}: {shape}, {how}")]
+    parts: list[doc.Part] = [doc.Title(f"{check.plan.program} on {check.plan.device.name}: {size}, {how}")]
     if check.failure:
         what = "Memory ran out" if check.out_of_memory else "It failed"
         parts.append(doc.Verdict(f"{what}: {check.failure.rstrip('.')}", "no"))

@@ -139,23 +139,23 @@ AnyOptimizer = FusedAdamW | torch.optim.Optimizer | OptimizerPair
 
 def make_optimizer(model: GPT, config: TrainConfig) -> AnyOptimizer:
     """The optimizer of a settled config, with its state allocated: a step allocates nothing that stays."""
-    optimizer = _make(model, config)
-    if not isinstance(optimizer, FusedAdamW):
-        allocate_state(optimizer, model.parameters())
+    if config.optimizer == "adamw" and config.optimizer_loop == "fused":
+        return FusedAdamW(groups(model.parameters(), config), config.learning_rate, (config.beta1, config.beta2))
+    optimizer = torch_optimizer(model, config)
+    allocate_state(optimizer, model.parameters())
     return optimizer
 
 
-def _make(model: GPT, config: TrainConfig) -> AnyOptimizer:
+def torch_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer | OptimizerPair:
+    """torch.optim's optimizer of a settled config, or torchao's: its state is allocated in the first step."""
     name, rate = config.optimizer, config.learning_rate
     if name == "muon":
-        hidden = [p for n, p in model.named_parameters() if ".h." in n and p.dim() >= 2]
+        hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and any(map(str.isdigit, n.split(".")))]
         ids = {id(p) for p in hidden}
         rest = [p for p in model.parameters() if id(p) not in ids]
         muon = torch.optim.Muon(hidden, lr=rate, weight_decay=config.weight_decay)
         return OptimizerPair(muon, _adamw(groups(rest, config), config))
     both = groups(model.parameters(), config)
-    if name == "adamw" and config.optimizer_loop == "fused":
-        return FusedAdamW(both, config.learning_rate, (config.beta1, config.beta2))
     if name == "adamw":
         return _adamw(both, config)
     if name == "sgd":
@@ -166,8 +166,10 @@ def _make(model: GPT, config: TrainConfig) -> AnyOptimizer:
 
 
 def groups(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
-    """nanoGPT's parameter groups: matrices decay, vectors do not."""
+    """nanoGPT's parameter groups: matrices decay, vectors do not. A plain loop has one, which decays."""
     everything = list(parameters)
+    if config.trainer == "torch":
+        return [{"params": everything, "weight_decay": config.weight_decay}]
     both = [
         {"params": [p for p in everything if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in everything if p.dim() < 2], "weight_decay": 0.0},

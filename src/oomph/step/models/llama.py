@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from oomph.config.hugging_face import windowed
 from oomph.step.models import moe
 from oomph.step.models.common import (
     attention_interface,
@@ -119,7 +120,7 @@ def decoder(m: Module, ids: Tensor) -> Tensor:
     if c.model_type in GEMMAS:
         inputs_embeds = mul(inputs_embeds, _embed_scale(tape, inputs_embeds.dtype))
     position_ids = positions(tape, ids.shape[1])
-    seen = [False, True] if c.model_type in GEMMAS else [_is_sliding(c, 0)]  # of masks: full, sliding
+    seen = [False, True] if c.model_type in GEMMAS else [kinds(c)[0]]  # of masks: full, sliding
     batch, tokens = ids.shape
     masks = {kind: causal_mask(c, tape, batch, tokens, inputs_embeds.dtype, kind) for kind in seen}
     hidden_states = inputs_embeds
@@ -138,11 +139,7 @@ def decoder(m: Module, ids: Tensor) -> Tensor:
 
 def kinds(c: Any) -> list[bool]:
     """Whether each block sees a window only."""
-    return [_is_sliding(c, index) for index in range(c.n_layer)]
-
-
-def _is_sliding(c: Any, index: int) -> bool:
-    return bool(c.sliding_window) and (not c.sliding_window_pattern or (index + 1) % c.sliding_window_pattern != 0)
+    return windowed(c)
 
 
 def _embed_scale(tape: Tape, dtype: str) -> Tensor:

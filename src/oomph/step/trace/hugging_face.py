@@ -1,4 +1,4 @@
-"""Hugging Face models on fake tensors: built from a config, and taking the decisions a real run takes.
+"""Hugging Face models: built from a config, and on fake tensors taking the decisions a real run takes.
 
 transformers asks whether it is being traced, and on fake tensors it is. An eager run is not, and skips the causal mask
 where attention can do without one; a compiled run is, and keeps it. Both questions are answered here as the real run
@@ -10,12 +10,61 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from oomph.config.hugging_face import written
+from oomph.config.schema import TrainConfig
+from oomph.errors import InputError, Problem
+
+
+def causal_model_builder(source: Path | TrainConfig, checkpointed: bool) -> Callable[[], nn.Module]:
+    """What builds the model of a config.json, or of a config of ours, with random weights and never with remote code.
+
+    Raises `InputError` where transformers is missing, or cannot read the config; so does the builder, where it cannot
+    build the model.
+    """
+    where = str(source) if isinstance(source, Path) else f"model_type = {source.model_type!r}"
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        allowed = "pip install 'oomph[hf]'"
+        raise InputError(Problem(where, "needs the package transformers", allowed=allowed)) from None
+    try:
+        if isinstance(source, Path):
+            config: Any = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        else:
+            config = AutoConfig.for_model(source.model_type, **written(source))
+    except Exception as error:
+        raise InputError(_refused(where, "read", error)) from error
+
+    def build() -> nn.Module:
+        try:
+            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            if checkpointed:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+        except RuntimeError:  # memory may have run out
+            raise
+        except Exception as error:
+            raise InputError(_refused(where, "build", error)) from error
+        return cast(nn.Module, model.train())
+
+    return build
+
+
+def _refused(where: str, doing: str, error: Exception) -> Problem:
+    words = textwrap.shorten(str(error).partition("\n")[0], 200)
+    return Problem(
+        where, f"transformers {version('transformers')} cannot {doing} it", f"{type(error).__name__}: {words}"
+    )
 
 
 @contextlib.contextmanager

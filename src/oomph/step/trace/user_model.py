@@ -26,6 +26,7 @@ from oomph.step.depth import Gap, UnlikeBlocksError
 from oomph.step.trace import eager
 from oomph.step.trace.failure import failure, unplannable
 from oomph.step.trace.fakes import DTYPES, building, convert, facts
+from oomph.step.trace.hugging_face import causal_model_builder
 from oomph.step.trace.loops import rolled
 from oomph.step.trace.optimizer import check_traced
 from oomph.step.trace.record import MOST_CALLS, MOST_CALLS_ALONE, LoopError
@@ -361,22 +362,5 @@ class _Causal(nn.Module):
 
 def _hugging_face(path: Path, checkpointed: bool) -> Callable[[], nn.Module]:
     """Builds the model of a config with weights in float32, whatever type the config's checkpoint was saved in."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        allowed = "pip install transformers"
-        raise InputError(Problem(str(path), "needs the package transformers", allowed=allowed)) from None
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except Exception as error:
-        raise InputError(Problem(str(path), f"transformers cannot read it: {error}")) from error
-
-    made: Callable[[Any], Any] = AutoModelForCausalLM.from_config
-
-    def build() -> nn.Module:
-        model = made(config).float()
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return _Causal(model.train())
-
-    return build
+    build = causal_model_builder(path, checkpointed)
+    return lambda: _Causal(build().float())

@@ -1,0 +1,159 @@
+"""`oomph check` of transformers' models: what their classes really allocate on this CPU is what was planned."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from msgspec.structs import replace
+
+import oomph
+from oomph import config as configs
+from oomph import devices
+from oomph.checking.child import peak_allocated_bytes
+from oomph.checking.launch import Job
+from oomph.checking.programs import make_program
+from oomph.cli.main import main
+from oomph.config import LoadedConfig, hugging_face
+from oomph.config.schema import MODEL_TYPES
+from oomph.step import models
+from oomph.units import MIB
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TINY = {
+    "device": "cpu", "trainer": "hf", "n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 512, "block_size": 48,
+    "batch_size": 2, "intermediate_size": 128, "head_dim": 16,
+}  # fmt: skip
+FAMILIES = tuple(family for family in MODEL_TYPES if family != "nanochat")
+GROUPED = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe")
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No data here, and a cache of this test alone; the CPU's rates are not what is tested."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OOMPH_MEASURE", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def tiny(family: str, **keys: Any) -> LoadedConfig:
+    """A tiny model of a family, with grouped queries and four experts where it has such."""
+    own = {"num_key_value_heads": 2 if family in GROUPED else 4}
+    own |= {"num_experts": 4, "num_experts_per_tok": 2} if family in ("mixtral", "qwen3_moe") else {}
+    said = {**TINY, "model_type": family, **own, **keys}
+    return configs.load((), [(key, str(value), f"--{key}") for key, value in said.items()])
+
+
+def error(family: str, **keys: Any) -> float:
+    """By how much the plan is off what three steps in this process allocate at most: 0.001 is 0.1 %."""
+    cpu = replace(devices.detect("cpu"), threads=torch.get_num_threads())
+    planned = oomph.plan(tiny(family, **keys), cpu)
+    micro_steps = planned.config.gradient_accumulation_steps
+
+    def work() -> None:
+        program = make_program(Job(planned.config, "cpu", 2, min(2, micro_steps), allocations=True, data=None))
+        for _ in range(3):
+            program.do_step()
+
+    gc.collect()  # what an earlier test left must not be freed while this one is recorded
+    return planned.memory.allocated_mib * MIB / peak_allocated_bytes(work) - 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_description_is_written_as_the_config_it_was_read_from(family: str) -> None:
+    config = configs.settle(tiny(family, n_layer=6), devices.detect("cpu")).config
+    theirs = transformers.AutoConfig.for_model(family, **hugging_face.written(config))
+    built = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert [(name, tuple(p.shape)) for name, p in built.named_parameters()] == list(models.parameters(config))
+    read = hugging_face.read(theirs.to_dict(), "config.json")
+    assert not read.problems
+    skipped = ("block_size", "word_embed_proj_dim")  # not the model's; the class fills in the width
+    back = {key: said.value for key, said in read.values.items() if key not in skipped}
+    assert back == {key: getattr(config, key) for key in back}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_allocates_what_was_planned(family: str) -> None:
+    assert error(family) == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("trainer", ["hf", "torch"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 5},
+        {"checkpoint_layers": 3, "gradient_accumulation_steps": 2},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "autocast": False},
+        {"attention": "math"},
+        {"optimizer": "muon"},
+        {"optimizer": "sgd"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+def test_every_setting_allocates_what_was_planned(family: str, keys: dict[str, Any], trainer: str) -> None:
+    assert error(family, trainer=trainer, **keys) == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("trainer", ["hf", "torch"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_compiled_model_allocates_what_was_planned(family: str, trainer: str, dtype: str) -> None:
+    keys = {"compile": True, "dtype": dtype, "trainer": trainer, "vocab_size": 2048, "batch_size": 4}
+    torch._dynamo.reset()
+    assert error(family, **keys) == pytest.approx(0, abs=1e-3)
+    assert error(family, **keys, gradient_accumulation_steps=2) == pytest.approx(0, abs=1e-3)
+
+
+def flags(**keys: Any) -> list[str]:
+    return [f"--{key}={value}" for key, value in {**TINY, **keys}.items()]
+
+
+def test_a_config_json_is_checked_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configs.settle(tiny("qwen3"), devices.detect("cpu")).config
+    folder = tmp_path / "model"
+    transformers.AutoConfig.for_model("qwen3", **hugging_face.written(config)).save_pretrained(folder)
+    code = main(["check", str(folder), "--device=cpu", "--batch_size=2", "--block_size=48", "--steps=1", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert result["outcome"] == "measured"
+    assert result["config"]["model_type"] == "qwen3"
+    assert result["config"]["trainer"] == "hf"
+    assert result["config"]["transformers_version"] == ".".join(transformers.__version__.split(".")[:3])
+    assert result["error"]["memory"]["allocated_mib"] == pytest.approx(0, abs=1e-3)
+    if "ratios" in result:  # a busy machine's are not kept
+        assert "qwen3" in result["ratios"]["of"]
+
+
+def test_a_model_that_transformers_cannot_build_is_an_input_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """A width that is no multiple of the heads is refused by GPT-2's class, not by its description."""
+    code = main(["check", *flags(model_type="gpt2", n_embd=66)])
+    said = capsys.readouterr()
+    assert code == 2
+    assert "model_type" in said.err
+    assert "Traceback" not in said.err + said.out
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("oomph.checking.check.find_spec", lambda name: None if name == "transformers" else find(name))
+    with pytest.raises(oomph.InputError) as refused:
+        oomph.check(tiny("llama"))
+    assert ["oomph[hf]" in str(problem.allowed) for problem in refused.value.problems] == [True]
+
+
+def test_blocks_are_checkpointed_all_or_none() -> None:
+    with pytest.raises(oomph.InputError) as refused:
+        oomph.check(tiny("llama", checkpoint_layers=1))
+    assert [problem.allowed for problem in refused.value.problems] == ["0 or 3"]
