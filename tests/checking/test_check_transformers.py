@@ -52,14 +52,14 @@ def tiny(family: str, **keys: Any) -> LoadedConfig:
     return configs.load((), [(key, str(value), f"--{key}") for key, value in said.items()])
 
 
-def error(family: str, **keys: Any) -> float:
+def error(loaded: LoadedConfig, model: str | None = None) -> float:
     """By how much the plan is off what three steps in this process allocate at most: 0.001 is 0.1 %."""
     cpu = replace(devices.detect("cpu"), threads=torch.get_num_threads())
-    planned = oomph.plan(tiny(family, **keys), cpu)
-    micro_steps = planned.config.gradient_accumulation_steps
+    planned = oomph.plan(loaded, cpu, model=model)
+    micro_steps = min(2, planned.config.gradient_accumulation_steps)  # as a check runs them on a CPU
 
     def work() -> None:
-        program = make_program(Job(planned.config, "cpu", 2, min(2, micro_steps), allocations=True, data=None))
+        program = make_program(Job(planned.config, "cpu", 2, micro_steps, allocations=True, data=None, model=model))
         for _ in range(3):
             program.do_step()
 
@@ -82,7 +82,7 @@ def test_a_description_is_written_as_the_config_it_was_read_from(family: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_allocates_what_was_planned(family: str) -> None:
-    assert error(family) == pytest.approx(0, abs=1e-4)
+    assert error(tiny(family)) == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.parametrize("trainer", ["hf", "torch"])
@@ -102,7 +102,7 @@ def test_every_family_allocates_what_was_planned(family: str) -> None:
 )
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
 def test_every_setting_allocates_what_was_planned(family: str, keys: dict[str, Any], trainer: str) -> None:
-    assert error(family, trainer=trainer, **keys) == pytest.approx(0, abs=1e-3)
+    assert error(tiny(family, trainer=trainer, **keys)) == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -112,8 +112,24 @@ def test_every_setting_allocates_what_was_planned(family: str, keys: dict[str, A
 def test_a_compiled_model_allocates_what_was_planned(family: str, trainer: str, dtype: str) -> None:
     keys = {"compile": True, "dtype": dtype, "trainer": trainer, "vocab_size": 2048, "batch_size": 4}
     torch._dynamo.reset()
-    assert error(family, **keys) == pytest.approx(0, abs=1e-3)
-    assert error(family, **keys, gradient_accumulation_steps=2) == pytest.approx(0, abs=1e-3)
+    assert error(tiny(family, **keys)) == pytest.approx(0, abs=1e-3)
+    assert error(tiny(family, **keys, gradient_accumulation_steps=2)) == pytest.approx(0, abs=1e-3)
+
+
+def config_json(folder: Path, **keys: Any) -> str:
+    """A config.json of an architecture that is not described."""
+    path = folder / "config.json"
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    path.write_text(json.dumps({"model_type": "stablelm", "vocab_size": 512, "num_key_value_heads": 4} | shape | keys))
+    return str(path)
+
+
+@pytest.mark.parametrize("trainer", ["nanogpt", "hf", "torch"])
+@pytest.mark.parametrize("checkpoint_layers", [0, 1])
+def test_any_causal_model_allocates_what_its_trace_has(tmp_path: Path, trainer: str, checkpoint_layers: int) -> None:
+    keys = {"trainer": trainer, "checkpoint_layers": checkpoint_layers, "gradient_accumulation_steps": 2}
+    said = {"device": "cpu", "compile": False, "batch_size": 2, "block_size": 48, **keys}
+    assert error(configs.from_dict(said), config_json(tmp_path)) == pytest.approx(0, abs=1e-3)
 
 
 def flags(**keys: Any) -> list[str]:
@@ -134,6 +150,25 @@ def test_a_config_json_is_checked_by_the_command(tmp_path: Path, capsys: pytest.
     assert result["error"]["memory"]["allocated_mib"] == pytest.approx(0, abs=1e-3)
     if "ratios" in result:  # a busy machine's are not kept
         assert "qwen3" in result["ratios"]["of"]
+
+
+@pytest.mark.parametrize("given", [{"model_type": "t5"}, {"model_type": "nobody"}, {"hidden_size": 65}], ids=str)
+def test_a_config_json_that_cannot_be_built_is_an_input_error(
+    given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No causal model, no model at all, a width that is no multiple of the heads."""
+    code = main(["check", "--model", config_json(tmp_path, **given), "--device=cpu", "--compile=False"])
+    shown = capsys.readouterr()
+    assert code == 2
+    assert "config.json" in shown.err
+    assert "Traceback" not in shown.err + shown.out
+
+
+@pytest.mark.parametrize(("model", "trainer"), [("model.py:build", "hf"), ("config.json", "oomph")])
+def test_a_model_that_a_check_does_not_run_is_refused(model: str, trainer: str) -> None:
+    with pytest.raises(oomph.InputError) as refused:
+        oomph.check({"device": "cpu", "trainer": trainer}, model=model)
+    assert len(refused.value.problems) == 1
 
 
 def test_a_model_that_transformers_cannot_build_is_an_input_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from oomph import config as configs
 from oomph import devices
 from oomph.checking.launch import Ended, Job, JobDone, JobFailed, JobRefused, PowerWatch, StepDone, run_job
-from oomph.config import LoadedConfig, TrainConfig
+from oomph.config import LoadedConfig
 from oomph.config.schema import TRANSFORMERS
 from oomph.data.manifest import find_dataset
 from oomph.devices import Device
@@ -80,6 +80,7 @@ class Check(msgspec.Struct, frozen=True):
         config = self.plan.config
         return {
             "config": msgspec.to_builtins(config) | {"sources": dict(self.plan.loaded.sources)},
+            **({"model": self.plan.traced} if self.plan.traced else {}),
             "device": msgspec.to_builtins(self.plan.device),
             "outcome": "out of memory" if self.out_of_memory else "failed" if self.failure else "measured",
             **({"reason": self.failure} if self.failure else {}),
@@ -104,16 +105,25 @@ RECORDED_STEPS = 1  # after the first, which allocates the optimizer's state
 Tell = Callable[[str], None]
 
 
-def check(config: Config = None, *, steps: int = STEPS, force: bool = False, tell: Tell | None = None) -> Check:
+def check(
+    config: Config = None,
+    *,
+    steps: int = STEPS,
+    force: bool = False,
+    model: str | None = None,
+    tell: Tell | None = None,
+) -> Check:
     """Run a first and then `steps` optimizer steps of `config` on this machine; compare them with the plan.
 
-    `config` is what `oomph.plan` takes; its `device` is where it runs. Raises `DoesNotFitError` if the plan says that
+    `config` is what `oomph.plan` takes; its `device` is where it runs. `model` is a Hugging Face config.json of any
+    causal model, traced and run in place of the config's own. Raises `DoesNotFitError` if the plan says that
     it does not fit, unless `force`, and `InputError` if the input is wrong. A run that fails or runs out of memory is
     a result. `tell` gets short progress messages. Needs torch, and transformers for its models.
     """
-    loaded, device = _settle(configs.as_loaded(config), steps)
-    planned = plan(loaded, device)
-    if problems := unrunnable(planned.loaded, device.kind == "cpu"):
+    loaded, device = _settle(configs.as_loaded(config), steps, model)
+    planned = plan(loaded, device, model=model)
+    problems = [] if model else unrunnable(planned.loaded, device.kind == "cpu")
+    if problems:
         raise InputError(problems)
     if planned.memory.fits is False and not force:
         need, room = (f"{size:,.0f} MiB" for size in (planned.memory.total_mib, planned.memory.capacity_mib or 0.0))
@@ -121,11 +131,11 @@ def check(config: Config = None, *, steps: int = STEPS, force: bool = False, tel
     return _Checking(planned, steps, tell or (lambda _: None)).run()
 
 
-def _settle(loaded: LoadedConfig, steps: int) -> tuple[LoadedConfig, Device]:
+def _settle(loaded: LoadedConfig, steps: int, model: str | None) -> tuple[LoadedConfig, Device]:
     """The config as it runs here, and the device it runs on."""
     if find_spec("torch") is None:
         raise InputError(Problem("oomph check", "needs torch; try: pip install 'oomph[train]'"))
-    problems = _invalid(loaded, steps)
+    problems = _invalid(loaded, steps, model)
     if problems:
         raise InputError(problems)
     device = devices.detect(loaded.config.device)
@@ -159,16 +169,21 @@ def _where(loaded: LoadedConfig, key: str) -> str:
     return loaded.sources[key] if loaded.said(key) else key
 
 
-def _invalid(loaded: LoadedConfig, steps: int) -> list[Problem]:
+def _invalid(loaded: LoadedConfig, steps: int, model: str | None) -> list[Problem]:
     config, problems = loaded.config, []
     if steps < 1:
         problems.append(Problem("--steps", "too few", found=str(steps), allowed="at least 1"))
     if config.trainer not in CHECKED:
         what = f"{config.trainer}'s model is in no package, so a check cannot run it"
         problems.append(Problem(_where(loaded, "trainer"), what, found=config.trainer, allowed=", ".join(CHECKED)))
-    if config.trainer in TRANSFORMERS and find_spec("transformers") is None:
-        what = "transformers' models need the package transformers"
-        allowed = "after: pip install 'oomph[hf]'"
+    if (model or config.trainer in TRANSFORMERS) and find_spec("transformers") is None:
+        what = "its model needs the package transformers"
+        problems.append(Problem(model or _where(loaded, "trainer"), what, allowed="after: pip install 'oomph[hf]'"))
+    if model and not model.endswith(".json"):
+        what = "a check runs transformers' models, not one of your own"
+        problems.append(Problem(f"--model {model}", what, allowed="a Hugging Face config.json"))
+    if model and config.trainer == "oomph":
+        what, allowed = "oomph train trains its own model only", "nanogpt, hf or torch"
         problems.append(Problem(_where(loaded, "trainer"), what, found=config.trainer, allowed=allowed))
     if config.eval_only:
         problems.append(
@@ -222,7 +237,7 @@ class _Checking:
 
     def _job(self, steps: int, allocations: bool) -> Job:
         device = "cpu" if self.on_cpu else self.config.device
-        return Job(self.config, device, steps, self.micro_steps, allocations, self.data)
+        return Job(self.config, device, steps, self.micro_steps, allocations, self.data, self.plan.traced)
 
     def _seconds(self, done: StepDone) -> float:
         """Seconds of a whole step: micro-steps that were not run count as the later ones that were."""
@@ -309,7 +324,7 @@ class _Checking:
         how = "compiled" if self.config.compile else "eager"
         return Ratios(
             date=date.today().isoformat(),
-            of=f"{self.plan.program}, {shape(self.config)}, {how}, {self.config.dtype}",
+            of=f"{self.plan.program}, {shape(self.plan)}, {how}, {self.config.dtype}",
             torch=self.config.torch_version,
             time=ratio,
             context_mib=max(0.0, beside_mib) if beside_mib is not None else None,
@@ -317,8 +332,11 @@ class _Checking:
         )
 
 
-def shape(config: TrainConfig) -> str:
-    """The model in a few words; its type, where the program has several."""
+def shape(about: Plan) -> str:
+    """The model in a few words; with its type, where the program has several."""
+    config = about.config
+    if about.traced:
+        return f"{about.model.params:,} parameters"
     name = f"{config.model_type}, " if config.trainer in TRANSFORMERS else ""
     return f"{name}{config.n_layer} layers × {config.n_embd}"
 

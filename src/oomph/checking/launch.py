@@ -33,6 +33,7 @@ class Job(msgspec.Struct, frozen=True):
     micro_steps: int  # in each step, at most the config's
     allocations: bool  # record torch's CPU allocations, which takes time, instead of timing
     data: str | None  # the folder with train.bin; None: random tokens
+    model: str | None = None  # a Hugging Face config.json in place of the config's own model
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from oomph.config.schema import TRANSFORMERS
 from oomph.devices.cpu_rates import waited_s, waits_s
 from oomph.step.models.gpt2 import attends_by_hand
 from oomph.step.tensor.layout import HALVES
-from oomph.step.trace.hugging_face import causal_model_builder
+from oomph.step.trace.hugging_face import CausalWithLoss, causal_model_builder
 from oomph.training.distributed import Ranks
 from oomph.training.feed import Batch, Feed
 from oomph.training.model import GPT
@@ -71,16 +72,34 @@ def make_program(job: Job) -> OomphSteps | LoopSteps:
     torch.manual_seed(job.config.seed)
     device = torch.device(job.device)
     config = replace(job.config, gradient_accumulation_steps=job.micro_steps)
-    feed = Feed(Path(job.data), config, Ranks(), device) if job.data else cast(Feed, RandomFeed(config, device))
-    if config.trainer in TRANSFORMERS:
-        causal = causal_model_builder(config, bool(config.checkpoint_layers))().to(device)
-        batches = job.config.gradient_accumulation_steps
-        return HfSteps(config, causal, feed, batches) if config.trainer == "hf" else PlainSteps(config, causal, feed)
-    model = GPT(config)
+    if job.model or config.trainer in TRANSFORMERS:
+        return _transformers_program(job, config, device)
+    feed, model = _feed(job, config, device), GPT(config)
     if attends_by_hand(config):
         use_plain_attention(model)
     model.to(device=device, dtype=torch.float32 if config.autocast else DTYPES[config.dtype or "float32"])
-    return OomphSteps(config, model, feed) if config.trainer == "oomph" else NanogptSteps(config, model, feed)
+    if config.trainer == "oomph":
+        return OomphSteps(config, model, feed)
+    return NanogptSteps(config, GPTWithLoss(model, bool(config.return_logits)), feed)
+
+
+def _transformers_program(job: Job, config: TrainConfig, device: torch.device) -> LoopSteps:
+    """A program around a transformers model: the config's, or that of a config.json."""
+    model: Any = causal_model_builder(Path(job.model) if job.model else config, bool(config.checkpoint_layers))()
+    if job.model:
+        model.to(torch.float32 if config.autocast else DTYPES[config.dtype or "float32"])
+    model.to(device)
+    config = replace(config, vocab_size=model.get_input_embeddings().num_embeddings)
+    feed = _feed(job, config, device)
+    if config.trainer == "hf":
+        return HfSteps(config, model, feed, job.config.gradient_accumulation_steps)
+    if config.trainer == "torch":
+        return PlainSteps(config, model, feed)
+    return NanogptSteps(config, CausalWithLoss(model), feed)
+
+
+def _feed(job: Job, config: TrainConfig, device: torch.device) -> Feed:
+    return Feed(Path(job.data), config, Ranks(), device) if job.data else cast(Feed, RandomFeed(config, device))
 
 
 class RandomFeed:
@@ -200,8 +219,8 @@ class GPTWithLoss(nn.Module):
 class NanogptSteps(LoopSteps):
     """nanoGPT's loop: the caller keeps each micro-step's logits until the next ones exist."""
 
-    def __init__(self, config: TrainConfig, model: GPT, feed: Feed) -> None:
-        super().__init__(config, GPTWithLoss(model, bool(config.return_logits)), feed)
+    def __init__(self, config: TrainConfig, model: GPTWithLoss | CausalWithLoss, feed: Feed) -> None:
+        super().__init__(config, model, feed)
         self.batch = self.fetch()
         self.kept: Tensor | None = None
 
@@ -224,7 +243,7 @@ class TrainerModel(nn.Module):
         super().__init__()
         self.config, self.model, self.device = config, model, device
 
-    def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, **batch: Any) -> tuple[Tensor, Tensor]:
         with autocast(self.config, self.device):
             outputs = self.model(**batch)
         return outputs.logits if half(self.config) is None else outputs.logits.float(), outputs.loss
@@ -241,6 +260,7 @@ class HfSteps(LoopSteps):
         """`batches` are a step's, though on a CPU not all of them may be run."""
         super().__init__(config, TrainerModel(config, model, feed.device), feed)
         self.batches = batches
+        self.takes_items = any(each.kind is each.VAR_KEYWORD for each in signature(model.forward).parameters.values())
 
     def micro_steps(self) -> Tensor:
         batches = [hf_batch(self.config, *self.fetch()) for _ in range(self.batches)]
@@ -249,9 +269,11 @@ class HfSteps(LoopSteps):
         losses = [self.micro_step(batch, items) for batch in batches[:count]]
         return torch.stack(losses).sum()
 
-    def micro_step(self, batch: dict[str, Tensor], items: Tensor) -> Tensor:
-        """training_step: the model divides its loss by the number of tokens in all batches."""
-        loss: Tensor = self.model(**batch, num_items_in_batch=items)[1]
+    def micro_step(self, batch: dict[str, Any], items: Tensor) -> Tensor:
+        """training_step: the model divides its loss by the number of tokens in all batches, or the loop by theirs."""
+        loss: Tensor = self.model(**batch, **({"num_items_in_batch": items} if self.takes_items else {}))[1]
+        if not self.takes_items:
+            loss = loss / self.config.gradient_accumulation_steps
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.timer.mark()
         return loss.detach()
@@ -263,7 +285,7 @@ class PlainSteps(LoopSteps):
     def __init__(self, config: TrainConfig, model: nn.Module, feed: Feed) -> None:
         super().__init__(config, model, feed)
         self.outputs: Any = None
-        self.batch: dict[str, Tensor] = {}
+        self.batch: dict[str, Any] = {}
 
     def micro_steps(self) -> Tensor:
         for index in range(self.config.gradient_accumulation_steps):
@@ -278,9 +300,9 @@ class PlainSteps(LoopSteps):
         return loss.detach()
 
 
-def hf_batch(config: TrainConfig, tokens: Tensor, _targets: Tensor) -> dict[str, Tensor]:
+def hf_batch(config: TrainConfig, tokens: Tensor, _targets: Tensor) -> dict[str, Any]:
     """A batch as transformers takes it, which shifts the labels itself; where it is padded, by one token a sequence."""
-    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens.clone(), "use_cache": config.use_cache}
     if config.padding:
         batch["attention_mask"] = torch.ones_like(tokens)
         batch["attention_mask"][:, 0] = 0

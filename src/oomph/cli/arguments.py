@@ -158,6 +158,7 @@ def command(verb: str, options: argparse.Namespace, overrides: Sequence[Override
     """A command for the same config and card, to type next."""
     named = [(name, value) for name, value in vars(options).items() if name.startswith("gpu") and value is not None]
     given = [part for name, value in named for part in (f"--{name}", f"{value:g}" if type(value) is float else value)]
+    given += ["--model", options.model] if getattr(options, "model", None) else []
     keys = [f"--{key}={value}" for key, value, _ in overrides]
     return shlex.join(["oomph", verb, *options.sources, *given, *keys, *more])
 

@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
         ratios.load()  # a file that cannot be added to is found out before the minute, not after it
     line = StatusLine()
     try:
-        result = check(loaded, steps=options.steps, force=options.force, tell=line.show)
+        result = check(loaded, steps=options.steps, force=options.force, model=options.model, tell=line.show)
     except DoesNotFitError as error:
         print(f"ERROR: {error}; --force tries it all the same", file=sys.stderr)
         return NO
@@ -63,6 +63,9 @@ def _parser() -> VerbParser:
     add_source(parser)
     parser.add_argument(
         "--steps", type=_steps, default=STEPS, metavar="N", help="timed, after a first one; default %(default)s"
+    )
+    parser.add_argument(
+        "--model", metavar="CONFIG.json", help="a Hugging Face config of any other causal model, traced and run"
     )
     parser.add_argument("--save", action="store_true", help="keep what was found: later plans for this device use it")
     parser.add_argument("--force", action="store_true", help="try what the plan says does not fit")

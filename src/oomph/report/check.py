@@ -21,8 +21,9 @@ COLUMNS = (doc.Column("", words=True), doc.Column("predicted"), doc.Column("meas
 def document(check: Check) -> doc.Document:
     """The report; in detail how each figure was measured."""
     config = check.plan.config
-    size = f"{shape(config)}, block {config.block_size}, batch {config.batch_size}"
-    how = f"vocabulary {config.vocab_size}, {'compiled' if config.compile else 'eager'}, {config.dtype}"
+    size = f"{shape(check.plan)}, block {config.block_size}, batch {config.batch_size}"
+    vocabulary = "" if check.plan.traced else f"vocabulary {config.vocab_size}, "
+    how = f"{vocabulary}{'compiled' if config.compile else 'eager'}, {config.dtype}"
     parts: list[doc.Part] = [doc.Title(f"{check.plan.program} on {check.plan.device.name}: {size}, {how}")]
     if check.failure:
         what = "Memory ran out" if check.out_of_memory else "It failed"

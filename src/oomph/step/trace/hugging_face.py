@@ -67,6 +67,18 @@ def _refused(where: str, doing: str, error: Exception) -> Problem:
     )
 
 
+class CausalWithLoss(nn.Module):
+    """A transformers model called as nanoGPT's is: ids and targets in, logits and loss out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = self.model(input_ids=ids, labels=targets, use_cache=False)
+        return result.logits, result.loss
+
+
 @contextlib.contextmanager
 def deciding_as_eager() -> Iterator[None]:
     """While active, transformers takes fake tensors for real ones."""

@@ -26,7 +26,7 @@ from oomph.step.depth import Gap, UnlikeBlocksError
 from oomph.step.trace import eager
 from oomph.step.trace.failure import failure, unplannable
 from oomph.step.trace.fakes import DTYPES, building, convert, facts
-from oomph.step.trace.hugging_face import causal_model_builder
+from oomph.step.trace.hugging_face import CausalWithLoss, causal_model_builder
 from oomph.step.trace.loops import rolled
 from oomph.step.trace.optimizer import check_traced
 from oomph.step.trace.record import MOST_CALLS, MOST_CALLS_ALONE, LoopError
@@ -348,19 +348,7 @@ def _call(spec: str, build: Callable[[], Any]) -> Any:
         raise InputError(failure(spec, "calling it raised", error)) from error
 
 
-class _Causal(nn.Module):
-    """A transformers model called as nanoGPT's is: ids and targets in, logits and loss out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        result = self.model(input_ids=ids, labels=targets, use_cache=False)
-        return result.logits, result.loss
-
-
 def _hugging_face(path: Path, checkpointed: bool) -> Callable[[], nn.Module]:
     """Builds the model of a config with weights in float32, whatever type the config's checkpoint was saved in."""
     build = causal_model_builder(path, checkpointed)
-    return lambda: _Causal(build().float())
+    return lambda: CausalWithLoss(build().float())
