@@ -18,8 +18,10 @@ BIN = Path(sys.executable).parent
 @pytest.mark.slow
 def test_the_commands_and_the_python_shown_run(tmp_path: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OOMPH_MEASURE": "0"}
-    (shown,) = re.findall(r"```sh\n(oomph .*?)\n```", DOC, flags=re.DOTALL)
+    shown = re.findall(r"```sh\noomph (.*?)\n```", DOC, flags=re.DOTALL)
+    assert len(shown) == 2
     (python,) = re.findall(r"```python\n(.*?)```", DOC, flags=re.DOTALL)
-    for command in ([str(BIN / "oomph"), *shlex.split(shown)[1:]], [sys.executable, "-c", python]):
+    commands = [[str(BIN / "oomph"), *shlex.split(line)] for line in shown]
+    for command in (*commands, [sys.executable, "-c", python]):
         done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr

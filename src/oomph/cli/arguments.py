@@ -120,7 +120,8 @@ def add_source(parser: VerbParser) -> None:
         nargs="*",
         metavar="CONFIG",
         help="a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a nanoGPT .py file (read, never run), a .toml file, "
-        "a Hugging Face config.json or a nanoGPT checkpoint; several are laid over each other",
+        "a Hugging Face model (its name, config.json or folder) or a nanoGPT checkpoint; several are laid over each "
+        "other",
     )
 
 

@@ -40,7 +40,7 @@ def _rows(check: Check) -> Iterator[doc.Row]:
         said, was, off = (getattr(figures, field) for figures in (check.predicted, check.measured, error))
         if said is not None or was is not None:
             figures = ("" if value is None else form.format(value) for value in (said, was))
-            yield doc.Row((name, *figures, "" if off is None else f"{100 * off:+.1f} %"))
+            yield doc.Row((name, *figures, "" if off is None else f"{round(100 * off, 1) + 0.0:+.1f} %"))
 
 
 def _facts(check: Check) -> Iterator[str]:

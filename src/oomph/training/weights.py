@@ -124,7 +124,7 @@ def pretrained(name: str) -> dict[str, Tensor]:
         raise InputError(
             Problem(
                 f"init_from = {name!r}",
-                "needs transformers; try: pip install transformers",
+                "needs transformers; try: pip install 'oomph[hf]'",
                 allowed="--weights FOLDER with Hugging Face's model.safetensors",
             )
         ) from None
