@@ -171,7 +171,7 @@ class _Fitting:
 
     def _keep(self, name: str, plan: Plan, kind: Fidelity, effect: str) -> None:
         if plan.config not in self.found:
-            changes = changes_between(self.now.config, plan.config)
+            changes = changes_between(self.now.config, plan.config, self.now.loaded.said)
             saved_mib = self.now.memory.total_mib - plan.memory.total_mib
             self.found[plan.config] = Option(name, changes, kind, plan, saved_mib, effect, "")
 
@@ -317,15 +317,15 @@ def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[s
     layers, shallow = _largest(base.n_layer - 1, lambda n: shallower(base, n), program, searcher)
     if shallow is not None:
         effect = f"a smaller model: {layers} layers of {base.n_layer}"
-        yield SearchRow(
-            "the deepest that fits", program.key, changes_between(base, shallow.config), "different", effect
-        )
+        changes = changes_between(base, shallow.config, program.loaded.said)
+        yield SearchRow("the deepest that fits", program.key, changes, "different", effect)
     tell(f"models narrower than {base.n_embd}")
     top = (base.n_embd - 1) // HEAD_SIZE
     heads, narrow = _largest(top, lambda n: of_width(base, n * HEAD_SIZE), program, searcher)
     if narrow is not None:
         effect = f"a smaller model: width {heads * HEAD_SIZE} of {base.n_embd}"
-        yield SearchRow("the widest that fits", program.key, changes_between(base, narrow.config), "different", effect)
+        changes = changes_between(base, narrow.config, program.loaded.said)
+        yield SearchRow("the widest that fits", program.key, changes, "different", effect)
 
 
 def _largest(

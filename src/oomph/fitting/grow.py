@@ -298,5 +298,5 @@ def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[DepthAndWidth, Plan] |
 
 def as_option(name: str, plan: Plan, now: Plan, effect: str) -> Option:
     """A model of another size, as an option beside what was asked."""
-    changes = changes_between(now.config, plan.config)
+    changes = changes_between(now.config, plan.config, now.loaded.said)
     return Option(name, changes, "different", plan, now.memory.total_mib - plan.memory.total_mib, effect, "")

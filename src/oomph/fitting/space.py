@@ -4,7 +4,7 @@ it, and the changes that people are told to try."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import TypeVar
 
@@ -220,14 +220,17 @@ def _sensible(chunk: int, rows: int) -> bool:
     return chunk == 0 or chunk < rows <= MOST_CHUNKS * chunk
 
 
-def changes_between(asked: TrainConfig, chosen: TrainConfig) -> dict[str, KeyValue]:
+def changes_between(
+    asked: TrainConfig, chosen: TrainConfig, states: Callable[[str], bool] = lambda _: False
+) -> dict[str, KeyValue]:
     """The keys whose values differ, with the chosen ones. Both are settled, so that no value is None.
 
-    What follows from the model's other numbers in both is no change of its own.
+    What follows from the model's other numbers in both is no change of its own, unless the config `states` it.
     """
     names = [*_FIRST, *(name for name in asked.__struct_fields__ if name not in _FIRST)]
     differ = [name for name in names if getattr(asked, name) != getattr(chosen, name)]
-    return {name: getattr(chosen, name) for name in differ if not (follows(asked, name) and follows(chosen, name))}
+    following = {name for name in differ if follows(asked, name) and follows(chosen, name) and not states(name)}
+    return {name: getattr(chosen, name) for name in differ if name not in following}
 
 
 class SearchRow(msgspec.Struct, frozen=True):
