@@ -12,6 +12,7 @@ import pytest
 import oomph
 from oomph import config as configs
 from oomph.config import KEYS
+from oomph.config.hugging_face import known_models
 from oomph.report.plan import summarise
 from oomph.web.answers import OTHER_TRAINER, PARTS, answer, join_plans
 from oomph.web.questions import PlanQuestion
@@ -149,6 +150,8 @@ def test_every_problem_comes_at_once_each_with_its_place(client: httpx.Client) -
     [
         ({"set": {"batch_sise": 1}}, "set.batch_sise"),
         ({"preset": "../../etc/passwd"}, "preset"),
+        ({"preset": "examples/tiny_python.toml"}, "preset"),
+        ({"preset": "nanochat-d0"}, "preset"),
         ({"gpu": " "}, "gpu"),
         ({"config": "n_layer = 1\0"}, "config"),
         ({"colour": 1}, "colour"),
@@ -249,7 +252,12 @@ def test_comparing_a_run_that_is_not_there_is_a_404(client: httpx.Client) -> Non
 
 
 def test_the_tables_have_every_preset_card_and_key(client: httpx.Client) -> None:
-    assert [preset["name"] for preset in client.get("/api/presets").json()] == list(configs.PRESETS)
+    presets = {preset["name"]: preset for preset in client.get("/api/presets").json()}
+    assert {"gpt2-xl": "GPT-2", "Qwen/Qwen3-0.6B": "Hugging Face", "nanochat-d20": "nanochat"}.items() <= {
+        name: preset["group"] for name, preset in presets.items()
+    }.items()
+    assert {*configs.PRESETS, *known_models()} < presets.keys()
+    assert presets["Qwen/Qwen3-0.6B"]["config"]["num_key_value_heads"] == 8
     assert any(card["name"] == "GeForce RTX 4070" for card in client.get("/api/gpus").json())
     keys = client.get("/api/keys").json()
     assert tuple(key["name"] for key in keys) == KEYS and all(key["help"] and key["allowed"] for key in keys)
@@ -266,6 +274,99 @@ def test_an_absurd_run_is_answered_or_refused_but_never_hangs(client: httpx.Clie
     assert reply.status_code in (200, 400)
 
 
-def test_a_program_that_the_page_does_not_plan_is_refused(client: httpx.Client) -> None:
-    reply = client.post("/api/plan", json={"preset": "gpt2", "gpu": "RTX 4070", "set": {"trainer": "hf"}})
-    assert (reply.status_code, reply.json()["problems"][0]["where"]) == (400, "trainer")
+# --- models that neither nanoGPT nor oomph train trains ---------------------------------------------------------
+
+QWEN = {"preset": "Qwen/Qwen3-0.6B", "gpu": CARD, "set": {"batch_size": 4, "block_size": 512}}
+LLAMA = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8}
+LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000}
+PASTED = {"config": json.dumps(LLAMA), "gpu": CARD}
+
+
+@pytest.mark.parametrize(
+    ("preset", "trainer"),
+    [("Qwen/Qwen3-0.6B", "hf"), ("nanochat-d4", "nanochat"), ("opt-125m", "torch")],
+)
+def test_a_program_with_no_other_beside_it_is_planned_alone(client: httpx.Client, preset: str, trainer: str) -> None:
+    told = ask(client, "plan", preset=preset, gpu=CARD, trainer=trainer)
+    expected = oomph.plan(configs.load([preset], [("trainer", trainer, "")]), CARD).to_dict()
+    del expected["config"]["sources"], told["plan"]["config"]["sources"]
+    assert told["plan"] == json.loads(msgspec.json.encode(expected))
+    assert {"other", "other_timeline", "read_as"}.isdisjoint(told)
+    assert len(told["summary"]["verdicts"]) == len(told["summary"]["bars"]) == 1
+    question = json.dumps({"preset": preset, "gpu": CARD, "trainer": trainer}).encode()
+    assert answer(PARTS[1], question, ".").body == b"null"  # nothing more is computed
+
+
+@pytest.mark.parametrize("filename", [None, "config.json", "run.py", "model.txt"])
+def test_a_pasted_hugging_face_config_is_known_by_its_content(client: httpx.Client, filename: str | None) -> None:
+    told = ask(client, "plan", **PASTED, filename=filename)
+    config = told["plan"]["config"]
+    assert (config["trainer"], config["model_type"], config["n_layer"]) == ("hf", "llama", 3)
+    assert "Hugging Face" in told["read_as"] and "other" not in told
+
+
+@pytest.mark.parametrize(
+    ("config", "words"), [('{"n_layer": 3}', "JSON"), ("n_layer = 3\nbias = true", "TOML"), ("n_layer = 3", "nanoGPT")]
+)
+def test_what_a_pasted_config_was_read_as_is_told(client: httpx.Client, config: str, words: str) -> None:
+    told = ask(client, "plan", config=config, gpu=CARD)
+    assert words in told["read_as"] and told["plan"]["config"]["n_layer"] == 3 and "other" in told
+
+
+@pytest.mark.parametrize("content", [{"model_type": "mamba"}, {"architectures": ["LlamaForCausalLM"]}, [LLAMA]])
+def test_a_config_json_that_cannot_be_read_names_itself(client: httpx.Client, content: object) -> None:
+    (told,) = problems(client, "plan", config=json.dumps(content), filename="config.json", gpu=CARD)
+    assert told["where"] == "config.json" and told["allowed"]
+
+
+def test_the_keys_of_a_plan_are_those_of_its_program_and_model(client: httpx.Client) -> None:
+    qwen, gpt2 = (set(ask(client, "plan", **question)["keys"]) for question in (QWEN, QUESTION))
+    assert {"num_key_value_heads", "head_dim", "batch_size", "max_iters", "use_cache"} <= qwen
+    assert {"loss_chunk", "wandb_log", "eval_interval", "min_lr", "num_experts_per_tok"}.isdisjoint(qwen)
+    assert {"loss_chunk", "wandb_log", "eval_interval", "min_lr"} <= gpt2
+    assert {"num_key_value_heads", "use_cache", "num_experts"}.isdisjoint(gpt2)
+
+
+@pytest.mark.parametrize("question", [QWEN, PASTED])
+def test_the_report_of_one_program_is_told(client: httpx.Client, question: dict[str, object]) -> None:
+    text = ask(client, "report", **question)["markdown"]
+    assert "transformers' Trainer" in text and "oomph train" not in text
+
+
+def test_a_fit_of_a_hugging_face_model_is_that_of_the_python_api(client: httpx.Client) -> None:
+    told = ask(client, "fit", **PASTED)
+    expected = oomph.fit(configs.load([configs.Pasted("config.json", PASTED["config"])]), CARD)
+    assert told["verdict"] == expected.verdict and {option["trainer"] for option in told["options"]} == {"hf"}
+
+
+def test_every_option_laid_over_the_config_plans_to_what_it_promised(client: httpx.Client) -> None:
+    stated = {**LLAMA, "num_key_value_heads": 8, "intermediate_size": 1024}  # both as they would follow
+    question = {"config": json.dumps(stated), "gpu_mib": 700, "gpu": "small"}
+    options = ask(client, "fit", **question)["options"]
+    assert any("num_key_value_heads" in option["changes"] for option in options)
+    for option in options:
+        told = ask(client, "plan", **question, set=option["changes"])
+        assert told["plan"]["memory"]["total_mib"] == option["total_mib"], option["name"]
+
+
+@pytest.mark.parametrize(("question", "name"), [(QWEN, "Qwen3-0.6B.py"), (PASTED | {"filename": "run.py"}, "run.py")])
+def test_a_hugging_face_model_with_changes_is_written_as_a_file_that_plans_to_the_same(
+    client: httpx.Client, question: dict[str, object], name: str
+) -> None:
+    changes = {"compile": True, "batch_size": 2}
+    told = ask(client, "config", **question, changes=changes)
+    assert told["name"] == name
+    loaded = msgspec.json.decode(json.dumps(question), type=PlanQuestion).loaded(changes)
+    written = oomph.plan(configs.load([configs.Pasted(name, told["text"])]), CARD)
+    assert written.memory.total_mib == oomph.plan(loaded, CARD).memory.total_mib
+
+
+def test_the_name_of_a_model_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = tmp_path / "Qwen" / "Qwen3-0.6B", tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "1"
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    told = json.loads(answer(PARTS[0], json.dumps(QWEN).encode(), ".").plain())
+    assert told["plan"]["config"]["model_type"] == "qwen3"

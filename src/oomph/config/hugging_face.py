@@ -320,9 +320,11 @@ def find(name: str) -> tuple[str, Mapping[str, object]] | None:
 
     The local cache of huggingface_hub is looked at first, then `models.json`. Nothing is downloaded.
     """
-    cached = _cached(name)
-    if cached is not None:
-        return cached
+    return _cached(name) or find_known(name)
+
+
+def find_known(name: str) -> tuple[str, Mapping[str, object]] | None:
+    """The same from `models.json` alone: whatever the name, nothing else on the disk is looked at."""
     models = known_models()
     by_short = {full.rpartition("/")[2].lower(): full for full in models}
     full = next((each for each in models if each.lower() == name.lower()), None) or by_short.get(name.lower())

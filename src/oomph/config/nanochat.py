@@ -10,6 +10,7 @@ import math
 import re
 
 DEPTH = 20  # --depth
+PRESETS = tuple(f"nanochat-d{depth}" for depth in (12, DEPTH, 26, 32))  # some of them: any depth will do
 _ASPECT, _HEAD, _VOCABULARY, _TOKENS, _SEQUENCES = 64, 128, 32768, 2048, 32
 _TOKENS_PER_PARAMETER, _BATCH_TOKENS, _BATCH_POWER, _BATCH_DEPTH = 12, 2**19, 0.383, 12
 _GATE_CHANNELS = 12
@@ -36,7 +37,6 @@ def shape(depth: int) -> dict[str, int]:
     return {
         "n_layer": depth,
         "n_head": width // _HEAD,
-        "num_key_value_heads": width // _HEAD,
         "n_embd": width,
         "gradient_accumulation_steps": micro_steps(depth, _SEQUENCES, _TOKENS),
         "max_iters": max(1, _target_tokens(depth) // _total_batch(depth)),

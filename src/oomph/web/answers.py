@@ -16,11 +16,13 @@ import msgspec
 
 from oomph import config as configs
 from oomph import devices
-from oomph.config import GPT2_SHAPES, LoadedConfig, Override, describe_keys
+from oomph.config import KEYS, Override, describe_keys, hugging_face
+from oomph.config.load import preset
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
 from oomph.planning.plan import OTHER_TRAINER, Plan, plan, without_returned_logits
 from oomph.report.plan import Summary, document, joined, summarise
+from oomph.step.build import keys_read
 from oomph.web.questions import (
     CompareQuestion,
     ConfigQuestion,
@@ -31,6 +33,7 @@ from oomph.web.questions import (
     as_problem,
     own_device,
     pasted,
+    preset_names,
 )
 from oomph.web.runs import NoSuchRunError, RunsFolder
 
@@ -38,12 +41,15 @@ FORMATS = (".py", ".toml")
 OK, BAD_REQUEST, NOT_FOUND, FAILED = 200, 400, 404, 500
 WORTH_PACKING_BYTES = 4096
 PARTS = ("plan, asked", "plan, other")  # of a plan's answer, one a trainer: joined before they are compressed
+# What every run has around its steps: these keys matter under every program.
+OF_EVERY_RUN = ("max_iters", "dataset_tokens", "device", "torch_version", "expandable_segments", "seed")
 
 
 class Preset(msgspec.Struct, frozen=True):
     """A preset and the keys it sets."""
 
     name: str
+    group: str
     config: dict[str, Any]
 
 
@@ -53,6 +59,8 @@ class PlanPart(msgspec.Struct, frozen=True):
     plan: msgspec.Raw
     timeline: msgspec.Raw
     summary: Summary
+    keys: list[str]
+    read_as: str | None
 
 
 class ThisMachine(msgspec.Struct, frozen=True):
@@ -122,18 +130,12 @@ def problems_json(problems: Any) -> bytes:
     return msgspec.json.encode({"problems": stated})
 
 
-def _plans(question: PlanQuestion) -> tuple[Plan, Plan]:
-    """The plan asked for, and that of the other trainer."""
-    run = question.run()
-    return _plan(question, run), _plan(question, run, of_other=True)
-
-
-def _plan(question: PlanQuestion, run: tuple[LoadedConfig, Device], of_other: bool = False) -> Plan:
-    loaded, device = run
-    if loaded.config.trainer not in OTHER_TRAINER:
-        what, allowed = "the page plans nanoGPT and oomph train alone", "oomph plan, in a terminal"
-        raise InputError(Problem("trainer", what, found=loaded.config.trainer, allowed=allowed))
+def _plan(question: PlanQuestion, of_other: bool = False) -> Plan | None:
+    """The plan asked for, or that of the other trainer; None where there is no other."""
+    loaded, device = question.run()
     if of_other:
+        if loaded.config.trainer not in OTHER_TRAINER:
+            return None
         loaded = configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer])
     return plan(
         loaded,
@@ -148,34 +150,57 @@ def _plan(question: PlanQuestion, run: tuple[LoadedConfig, Device], of_other: bo
 
 
 def answer_part(body: bytes, of_other: bool) -> Any:
-    """One of the two plans that `/api/plan` answers with: the trainer's asked for, or the other's."""
+    """One of the two plans that `/api/plan` answers with: the trainer's asked for, or the other's where it has one."""
     from oomph.web.timeline import timeline_of
 
     question = msgspec.json.decode(body, type=PlanQuestion)
-    found = _plan(question, question.run(), of_other)
-    return {"plan": found.to_dict(), "timeline": timeline_of(found), "summary": summarise([found], brief=True)}
+    found = _plan(question, of_other)
+    if found is None:
+        return None
+    return {
+        "plan": found.to_dict(),
+        "timeline": timeline_of(found),
+        "summary": summarise([found], brief=True),
+        "keys": _keys_of(found),
+        "read_as": question.read_as(),
+    }
 
 
 def join_plans(asked: Answer, other: Answer) -> Answer:
     """What `/api/plan` answers, from the two parts; the first problem if one has any."""
     if failed := next((part for part in (asked, other) if part.status != OK), None):
         return failed
-    mine, its = (msgspec.json.decode(part.body, type=PlanPart) for part in (asked, other))
-    whole = {
-        "plan": mine.plan,
-        "other": its.plan,
-        "timeline": mine.timeline,
-        "other_timeline": its.timeline,
-        "summary": joined(mine.summary, its.summary),
-    }
+    mine = msgspec.json.decode(asked.body, type=PlanPart)
+    its = msgspec.json.decode(other.body, type=PlanPart | None)
+    whole = msgspec.structs.asdict(mine)
+    if mine.read_as is None:
+        del whole["read_as"]
+    if its is not None:
+        summary = joined(mine.summary, its.summary)
+        whole |= {"other": its.plan, "other_timeline": its.timeline, "summary": summary}
     return pack(OK, msgspec.json.encode(whole))
+
+
+def _keys_of(found: Plan) -> list[str]:
+    """The keys that matter under the plan's program: those that its steps read, and under nanoGPT and oomph train every
+    key of nanoGPT's."""
+    config = found.config
+    read = {*OF_EVERY_RUN, *keys_read(config, found.device.kind != "cpu")}
+    if "eval_iters" in read:  # it evaluates
+        read.add("eval_interval")
+    if config.trainer == "nanochat":  # its own script checkpoints nothing
+        read.discard("checkpoint_layers")
+    if config.trainer in OTHER_TRAINER:
+        read.update(key.name for key in describe_keys() if key.whose == "nanogpt")
+    return [key for key in KEYS if key in read]
 
 
 def answer_report(body: bytes, _: Path) -> Any:
     """The report as Markdown, to be pasted elsewhere."""
     from oomph.report.markdown import to_markdown
 
-    plans = _plans(msgspec.json.decode(body, type=PlanQuestion))
+    question = msgspec.json.decode(body, type=PlanQuestion)
+    plans = [found for of_other in (False, True) if (found := _plan(question, of_other))]
     return MarkdownReport(to_markdown(document(plans, summarise(plans, without_returned_logits(plans[0])))))
 
 
@@ -219,7 +244,7 @@ def answer_config(body: bytes, __: Path) -> Any:
 def _own_file(question: ConfigQuestion, folder: Path) -> tuple[list[str], str]:
     """The pasted config as a file in `folder`, where there is one, and what a file made of it is to be called."""
     if question.config is None:
-        return [], question.preset or "run"
+        return [], (question.preset or "run").rpartition("/")[2]  # of Qwen/Qwen3-0.6B the model's name
     name = Path(pasted(question.config, question.filename).name)
     path = folder / f"pasted{name.suffix if name.suffix in FORMATS else ''}"
     path.write_text(question.config, encoding="utf-8", newline="")
@@ -280,7 +305,13 @@ def answer_machine(_: bytes, __: Path) -> Any:
 
 def presets() -> list[Preset]:
     """Every preset with the keys that it sets."""
-    return [Preset(name, shape) for name, shape in GPT2_SHAPES.items()]
+    models = hugging_face.known_models()
+    return [
+        Preset(name, group, {key: said.value for key, said in layer.values.items()})
+        for group, names in preset_names().items()
+        for name in names
+        if (layer := preset(name) or hugging_face.read(models[name], name))
+    ]
 
 
 def keys() -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from oomph import __version__
 from oomph.config import describe_keys
@@ -44,14 +45,17 @@ def _json_of(struct: type[msgspec.Struct], *left_out: str, **changed: Any) -> ty
 
 PLAN = _json_of(Plan, "loaded", "steps", "traced", config=dict, device=dict, memory=_json_of(Footprint, "peak"))
 FIT = _json_of(Fit, "loaded", "hours_limit", "seeks_a_model", "proposed", now=PLAN, options=list[dict[str, Any]])
+ONLY_OF_TWO = "where nanoGPT or oomph train is asked for; absent under any other program"
 PLANS = msgspec.defstruct(
     "Plans",
     [
         ("plan", PLAN),
-        ("other", PLAN),
+        ("other", Annotated[PLAN | None, Meta(description=f"the other trainer's, {ONLY_OF_TWO}")]),
         ("timeline", StepTimeline),
-        ("other_timeline", StepTimeline),
+        ("other_timeline", Annotated[StepTimeline | None, Meta(description=f"the other trainer's, {ONLY_OF_TWO}")]),
         ("summary", Summary),
+        ("keys", Annotated[list[str], Meta(description="the config keys that matter under the plan's program")]),
+        ("read_as", Annotated[str | None, Meta(description="the format of a pasted config, in words")]),
     ],
 )
 EXPLANATION = msgspec.defstruct(
@@ -80,7 +84,7 @@ OPERATIONS = {
     "/api/gpus": Operation("The cards oomph knows, as `oomph gpus --json`.", list[Device]),
     "/api/keys": Operation("Every config key, enough for a form field.", list[dict[str, Any]]),
     "/api/machine": Operation("This machine.", ThisMachine),
-    "/api/plan": Operation("What a run needs under both trainers, and the memory over a step.", PLANS, PlanQuestion),
+    "/api/plan": Operation("What a run needs, and the memory over a step.", PLANS, PlanQuestion),
     "/api/report": Operation("The plan's report as Markdown.", MarkdownReport, PlanQuestion),
     "/api/fit": Operation("The settings that fit, ranked, as `oomph fit --json`.", FIT, FitQuestion),
     "/api/config": Operation("The config with changes, as a file.", ConfigFile, ConfigQuestion),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 import msgspec
@@ -10,7 +12,7 @@ from msgspec import Meta
 
 from oomph import config as configs
 from oomph import devices
-from oomph.config import KEYS, PRESETS, LoadedConfig, Override, Pasted, describe_keys
+from oomph.config import KEYS, PRESETS, LoadedConfig, Override, Pasted, describe_keys, hugging_face, nanochat
 from oomph.config.files import MAX_TEXT_BYTES
 from oomph.devices import Device
 from oomph.errors import InputError, Problem, nearest
@@ -32,14 +34,16 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A config on a device: what `oomph plan` takes."""
 
     config: ConfigText | None = None
-    filename: Annotated[Name, Meta(description="of the config: its suffix tells the format")] | None = None
-    preset: Annotated[Name, Meta(description="laid under the config")] | None = None
+    filename: Annotated[Name, Meta(description="of the config: its suffix tells what the text leaves open")] | None = (
+        None
+    )
+    preset: Annotated[Name, Meta(description="a name of /api/presets, laid under the config")] | None = None
     gpu: Annotated[Name, Meta(description="a card as people write it; absent: this machine's")] | None = None
     gpu_mib: Annotated[Amount, Meta(description="memory of a card that oomph does not know")] | None = None
     gpu_tflops: Annotated[Amount, Meta(description="its dense half-precision peak")] | None = None
     gpu_gbs: Annotated[Amount, Meta(description="its memory bandwidth, GB/s")] | None = None
     gpu_watts: Annotated[Amount, Meta(description="its power limit")] | None = None
-    trainer: Annotated[Name, Meta(description="nanogpt or oomph")] | None = None
+    trainer: Annotated[Name, Meta(description="the program that runs")] | None = None
     set: Settings = {}
     reserve_mib: Annotated[float, Meta(ge=0, le=1e9, description="kept free for other programs")] = 0.0
 
@@ -71,6 +75,10 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.config is not None:
             found.append(pasted(self.config, self.filename))
         return found
+
+    def read_as(self) -> str | None:
+        """The format that the text was read in, in words; None where there is no text."""
+        return None if self.config is None else _format(pasted(self.config, self.filename))
 
     def device(self, loaded: LoadedConfig) -> Device:
         """The card asked about, by name or by numbers, or this machine's own."""
@@ -157,26 +165,40 @@ def as_overrides(values: dict[str, Setting], where: str) -> list[Override]:
     return [(key, "None" if value is None else str(value), f"{where}.{key}") for key, value in values.items()]
 
 
-def known_preset(name: str) -> str:
-    """The preset of that name; a name from outside must never become a path."""
-    if name not in PRESETS:
-        raise InputError(
-            Problem("preset", "unknown preset", repr(name), ", ".join(PRESETS), nearest=nearest(name, PRESETS))
-        )
-    return name
+def preset_names() -> dict[str, tuple[str, ...]]:
+    """The presets that a form lists, by group."""
+    return {"GPT-2": PRESETS, "Hugging Face": tuple(hugging_face.known_models()), "nanochat": nanochat.PRESETS}
+
+
+def known_preset(name: str) -> str | Pasted:
+    """The preset of that name, or the config of the model; a name from outside must never become a path."""
+    if name in PRESETS or nanochat.depth_of(name) is not None:
+        return name
+    if (model := hugging_face.find_known(name)) is not None:
+        where, content = model
+        return Pasted(where, json.dumps(content))
+    names = [each for group in preset_names().values() for each in group]
+    raise InputError(
+        Problem("preset", "unknown preset", repr(name), "a name of /api/presets", nearest=nearest(name, names))
+    )
 
 
 def pasted(text: str, filename: str | None) -> Pasted:
-    """A pasted config under the name it had, or under one that suits it."""
+    """A pasted config under the name it had, or under one that suits it. An object is JSON, whatever its name."""
     text = text.removeprefix("\ufeff")  # an editor's mark, as files may have it
     if "\0" in text:
         raise InputError(Problem("config", "a binary file, not text", allowed="a .py, .toml or .json config"))
-    name = (filename or "").replace("\\", "/").rpartition("/")[2].strip()
-    if not name:
-        name = (
-            "config.json" if text.lstrip().startswith("{") else "config.toml" if looks_like_toml(text) else "config.py"
-        )
-    return Pasted(name, text)
+    name = PurePosixPath((filename or "").replace("\\", "/").strip()).name
+    if text.lstrip().startswith("{"):
+        name = f"{PurePosixPath(name or 'config').stem}.json"
+    return Pasted(name or ("config.toml" if looks_like_toml(text) else "config.py"), text)
+
+
+def _format(config: Pasted) -> str:
+    suffix = PurePosixPath(config.name).suffix.lower()
+    if suffix == ".json":
+        return "a Hugging Face config.json" if hugging_face.is_model(json.loads(config.text)) else "JSON of config keys"
+    return "TOML" if suffix == ".toml" else "a nanoGPT config"
 
 
 def looks_like_toml(text: str) -> bool:
