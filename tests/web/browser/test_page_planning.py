@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,8 +11,16 @@ from browser_helpers import EXAMPLES, TOO_LARGE, OpenPage, exact, slider, verdic
 from playwright.sync_api import Page, expect
 
 import oomph
+from oomph import config as configs
 
 pytestmark = pytest.mark.slow
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "num_hidden_layers": 4}
+LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 32000}
+
+
+def llama() -> oomph.Plan:
+    """The plan of that model."""
+    return oomph.plan(configs.load([configs.Pasted("config.json", json.dumps(LLAMA))]), "RTX 4070")
 
 
 def needed(trainer: str = "nanogpt", card: str = "RTX 4070", **keys: object) -> str:
@@ -188,6 +197,54 @@ def test_a_pasted_config_is_data_and_its_mistake_has_a_line(open_page: OpenPage)
     expect(page.locator("section[aria-label=Config] .problem")).to_contain_text(":2")
     page.get_by_label("Config text").fill("n_layer = 6\n")
     expect(verdict(page, "nanogpt")).to_contain_text(needed(n_layer=6))
+
+
+def test_a_pasted_llama_has_one_verdict_and_gpt2_two_again(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070")
+    expect(page.locator(".verdict")).to_have_count(2)
+    page.get_by_role("button", name="paste or edit").click()
+    page.get_by_label("Config text").fill(json.dumps(LLAMA))
+    expect(verdict(page, "hf")).to_contain_text(f"{llama().memory.total_mib:,.0f}")
+    for each in (".verdict", ".bar-row", ".pocket span", ".parts thead .number"):
+        expect(page.locator(each)).to_have_count(1)
+    expect(page.locator(".timeline .outline")).to_have_count(0)
+    expect(page.locator(".read-as")).to_contain_text("Hugging Face config.json: Llama")
+    page.get_by_role("combobox", name="Config").select_option("gpt2")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed())
+    expect(verdict(page, "oomph")).to_contain_text(needed("oomph"))
+    for each in (".verdict", ".bar-row", ".parts thead .number"):
+        expect(page.locator(each)).to_have_count(2)
+    expect(page.locator(".read-as")).to_have_count(0)
+
+
+def test_a_config_that_cannot_be_read_leaves_no_verdict(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070")
+    expect(page.locator(".verdict")).to_have_count(2)
+    drop(page, "config.json", json.dumps({**LLAMA, "model_type": "mamba"}))
+    expect(page.locator("section[aria-label=Config] .problem")).to_contain_text("mamba")
+    expect(page.locator(".verdict")).to_have_count(0)
+    drop(page, "config.json", json.dumps(LLAMA))
+    expect(verdict(page, "hf")).to_contain_text(f"{llama().memory.total_mib:,.0f}")
+    drop(page, "large.json", " " * 2_000_000)
+    expect(page.locator("section[aria-label=Config] .problem")).to_contain_text("large.json")
+    expect(page.locator(".verdict")).to_have_count(0)
+
+
+def test_the_knobs_of_a_model_are_its_own(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed())
+    expect(page.locator(".knob[data-key=num_key_value_heads]")).to_have_count(0)
+    page.get_by_role("combobox", name="Config").select_option("Qwen/Qwen3-0.6B")
+    expect(exact(page, "num_key_value_heads")).to_have_value("8")
+    expect(exact(page, "head_dim")).to_have_value("128")
+    expect(page.locator(".knob[data-key=loss_chunk]")).to_have_count(0)
+    slider(page, "checkpoint_layers").press("ArrowRight")  # all of them, as in transformers
+    expected = oomph.plan(configs.load(["Qwen/Qwen3-0.6B"], [("checkpoint_layers", "28", "")]), "RTX 4070")
+    expect(verdict(page, "hf")).to_contain_text(f"{expected.memory.total_mib:,.0f}")
+    page.get_by_text("Every other key").click()
+    expect(page.locator(".all .knob[data-key=partial_rotary_factor]")).to_have_count(1)
+    expect(page.locator(".all .knob[data-key=wandb_log]")).to_have_count(0)
+    page.wait_for_url(re.compile("preset=Qwen%2FQwen3-0.6B"))
 
 
 def test_a_plan_is_a_link(open_page: OpenPage) -> None:

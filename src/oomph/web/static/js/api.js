@@ -9,7 +9,7 @@ export class Refused extends Error {
 
 /** One problem in words. */
 export function sentence({ where, what, found, allowed, nearest }) {
-  const parts = [`${where ? `${where.replace(/^set\./, "")} ` : ""}${what}`];
+  const parts = [`${where ? `${where.replace(/^set\./, "")}: ` : ""}${what}`];
   if (found !== undefined && found !== null && found !== "") parts.push(`found ${found}`);
   if (allowed) parts.push(`allowed: ${allowed}`);
   if (nearest) parts.push(`did you mean ${nearest}?`);

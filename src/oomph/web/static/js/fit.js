@@ -40,8 +40,10 @@ async function search(body) {
     const result = await post("/api/fit", body, mine.signal);
     found.value = { body: JSON.stringify(body), result };
   } catch (error) {
-    if (error instanceof Refused) failed.value = error.problems;
-    else if (error.name !== "AbortError") throw error;
+    if (error instanceof Refused) {
+      failed.value = error.problems;
+      found.value = null;
+    } else if (error.name !== "AbortError") throw error;
   } finally {
     if (under === mine) searching.value = false;
   }

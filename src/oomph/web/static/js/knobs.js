@@ -1,10 +1,10 @@
 // The planner's panel: where the config comes from, which card, and the settings people turn.
 
-import { classes, html, signal, useEffect, useId, useMemo, useState } from "./html.js";
+import { batch, classes, html, signal, useEffect, useId, useMemo, useState } from "./html.js";
 import { sentence } from "./api.js";
 import { ChoiceKnob, Exact, FieldKnob, Knob, ListKnob, SliderKnob, SwitchKnob } from "./controls.js";
 import { integer } from "./format.js";
-import { ask, known, problemOf, problems, question, setKeys, valueOf } from "./state.js";
+import { answer, ask, known, matters, plans, problemOf, problems, question, setKeys, valueOf } from "./state.js";
 
 const BATCHES = [1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128];
 const ACCUMULATIONS = [1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 480, 512];
@@ -16,12 +16,23 @@ const DTYPES = [
   ["float16", "fp16"],
   ["float32", "fp32"],
 ];
+// A model's sizes beside its depth; of each model those that it has.
+const SIZES = {
+  vocab_size: "Vocabulary",
+  n_embd: "Width",
+  n_head: "Heads",
+  num_key_value_heads: "Key and value heads",
+  head_dim: "Head size",
+  intermediate_size: "MLP width",
+  num_experts: "Experts",
+  num_experts_per_tok: "Experts a token",
+  moe_intermediate_size: "Expert width",
+};
 const FEATURED = new Set([
+  ...Object.keys(SIZES),
   "batch_size",
   "gradient_accumulation_steps",
   "block_size",
-  "n_embd",
-  "n_head",
   "n_layer",
   "dtype",
   "compile",
@@ -29,43 +40,44 @@ const FEATURED = new Set([
   "loss_chunk",
   "attention",
   "optimizer",
-  "vocab_size",
   "max_iters",
   "dataset_tokens",
   "trainer",
 ]);
-const ELSEWHERE = new Set([...[...FEATURED].map((key) => `set.${key}`), "gpu"]); // what says its own problems
+
+/** Whether a knob in sight says this problem itself. */
+function isSaidElsewhere({ where = "" }) {
+  const [, key] = /^set\.(.+)$/s.exec(where) ?? [];
+  return where === "gpu" || (FEATURED.has(key) && matters(key));
+}
+
+const MAX_BYTES = 1_500_000; // of a file that is dropped or chosen
 
 export const sameBatch = signal(true); // micro-batch and accumulation move together, at the same tokens a step
 
 /** Take a file that was dropped or chosen: data, read by the server and never run. */
 export async function takeFile(file) {
-  if (file.size > 1_500_000) {
-    problems.value = [
-      {
-        what: `${file.name} is too large for a config`,
-        found: `${integer(file.size)} bytes`,
-        allowed: "1,500,000 bytes",
-      },
-    ];
+  const tooLarge = file.size > MAX_BYTES;
+  const config = tooLarge ? undefined : await file.text().catch(() => undefined);
+  if (config !== undefined) {
+    ask({ preset: undefined, config, filename: file.name, set: {}, trainer: undefined });
     return;
   }
-  ask({ preset: undefined, config: await file.text(), filename: file.name, set: {}, trainer: undefined });
+  const what = tooLarge ? `${file.name} is too large for a config` : `${file.name} cannot be read`;
+  batch(() => {
+    answer.value = null;
+    problems.value = [{ what, found: `${integer(file.size)} bytes`, allowed: `a file of ${integer(MAX_BYTES)} bytes` }];
+  });
 }
 
 export function Source() {
   const { preset, config, filename } = question.value;
   const [open, setOpen] = useState(false);
   const chooser = useId();
-  const wrong = problems.value.filter(({ where = "" }) => !ELSEWHERE.has(where));
+  const wrong = problems.value.filter((problem) => !isSaidElsewhere(problem));
   useEffect(() => setOpen(config !== undefined && open), [config]);
   const choose = (name) => {
-    if (name === "own")
-      ask({
-        preset: undefined,
-        config: config ?? "# paste a nanoGPT config, TOML or config.json here\n",
-        filename: filename ?? "run.py",
-      });
+    if (name === "own") ask({ preset: undefined, config: config ?? "" });
     else ask({ preset: name, config: undefined, filename: undefined, set: {}, trainer: undefined });
     setOpen(name === "own");
   };
@@ -75,7 +87,7 @@ export function Source() {
         <label for=${chooser}>Config</label>
         <select id=${chooser} value=${config === undefined ? preset : "own"}
           onChange=${(event) => choose(event.target.value)}>
-          ${known.value.presets.map(({ name }) => html`<option key=${name} value=${name}>${name}</option>`)}
+          <${Presets} chosen=${preset} />
           <option value="own">${config === undefined ? "your own: paste or drop…" : (filename ?? "your own")}</option>
         </select>
       </div>
@@ -95,13 +107,34 @@ export function Source() {
         config !== undefined &&
         html`
         <textarea class="code" rows="9" dir="ltr" spellcheck=${false} aria-label="Config text" value=${config}
-          onInput=${(event) => ask({ config: event.target.value })}></textarea>
+          placeholder="paste a config here" onInput=${(event) => ask({ config: event.target.value })}></textarea>
         <p class="aside">
           nanoGPT .py, TOML or a Hugging Face config.json. It is read, never run, and stays on this machine.
         </p>`
       }
+      ${answer.value?.read_as && !problems.value.length && html`<${ReadAs} found=${answer.value} />`}
       ${wrong.map((problem) => html`<${Wrong} problem=${problem} />`)}
     </section>`;
+}
+
+/** The presets by group, and one that a link names and the list does not: of nanochat any depth will do. */
+function Presets({ chosen }) {
+  const { presets } = known.value;
+  const groups = [...new Set(presets.map(({ group }) => group))];
+  const option = ({ name }) => html`<option key=${name} value=${name}>${name}</option>`;
+  return html`
+    ${chosen && !presets.some(({ name }) => name === chosen) && option({ name: chosen })}
+    ${groups.map(
+      (label) => html`
+      <optgroup key=${label} label=${label}>${presets.filter(({ group }) => group === label).map(option)}</optgroup>`,
+    )}`;
+}
+
+/** What a text was taken for, in a line: its format, the model, the program. */
+function ReadAs({ found }) {
+  const [model] = found.summary.title.split(",");
+  const programs = found.summary.verdicts.map(({ program }) => program).join(" and ");
+  return html`<p class="aside read-as">Read as ${found.read_as}: ${model}, planned for ${programs}.</p>`;
 }
 
 /** What no knob in sight says of itself: of the config, of a link's keys, of a key among all the others. */
@@ -207,33 +240,53 @@ function Width() {
     <${SliderKnob} name="n_embd" label="Width" unit=${heading} scale=${scale} words=${words} onValue=${take} />`;
 }
 
-export function Knobs() {
+/** What saves memory: of any number of blocks in oomph train, of all or none in transformers' programs. */
+function Saving() {
   const layers = valueOf("n_layer");
   const blocks = Number.isInteger(layers) && layers > 0 && layers <= 1000 ? layers : 12;
+  const ours = plans.value && !plans.value.oomph ? "" : ", oomph train";
+  return html`
+    ${
+      matters("checkpoint_layers") &&
+      html`<${SliderKnob} name="checkpoint_layers" label="Checkpointed" unit=${`blocks${ours || ", all or none"}`}
+      scale=${ours ? Array.from({ length: blocks + 1 }, (_, index) => index) : [0, blocks]}
+      words=${(value) => `${value} of ${blocks} blocks`} />`
+    }
+    ${
+      matters("loss_chunk") &&
+      html`<${SliderKnob} name="loss_chunk" label="Loss chunk" unit=${`tokens${ours}; 0 is all at once`}
+      scale=${CHUNKS} words=${(value) => (value ? `${value} tokens` : "all at once")} />`
+    }`;
+}
+
+export function Knobs() {
+  const ownHeads = answer.value !== null && matters("num_key_value_heads"); // not tied to the width, as GPT-2's are
+  const sizes = Object.entries(SIZES).filter(
+    ([key]) => matters(key) && valueOf(key) !== undefined && (ownHeads || key !== "n_embd"),
+  );
   return html`
     <section class="panel knobs" aria-label="Settings">
       <${Batch} />
       <${SliderKnob} name="block_size" label="Block" unit="tokens" scale=${BLOCKS} />
-      <${Width} />
+      ${!ownHeads && html`<${Width} />`}
       <${SliderKnob} name="n_layer" label="Depth" unit="layers" scale=${LAYERS} />
       <div class="two">
         <${ChoiceKnob} name="dtype" label="Precision" options=${DTYPES} />
         <${SwitchKnob} name="compile" label="Compile" />
       </div>
-      <${SliderKnob} name="checkpoint_layers" label="Checkpointed" unit="blocks, oomph train"
-        scale=${Array.from({ length: blocks + 1 }, (_, index) => index)}
-        words=${(value) => `${value} of ${blocks} blocks`} />
-      <${SliderKnob} name="loss_chunk" label="Loss chunk" unit="tokens, oomph train; 0 is all at once" scale=${CHUNKS}
-        words=${(value) => (value ? `${value} tokens` : "all at once")} />
+      <${Saving} />
       <div class="two">
-        <${ListKnob} name="optimizer" label="Optimizer" options=${known.value.keys.optimizer?.choices ?? ["adamw"]} />
+        ${
+          matters("optimizer") &&
+          html`<${ListKnob} name="optimizer" label="Optimizer"
+          options=${known.value.keys.optimizer?.choices ?? ["adamw"]} />`
+        }
         <${ListKnob} name="attention" label="Attention" options=${known.value.keys.attention?.choices ?? ["flash"]} />
       </div>
       <div class="two">
         <${FieldKnob} name="max_iters" label="Steps" />
         <${FieldKnob} name="dataset_tokens" label="Data" unit="tokens" />
-        <${FieldKnob} name="vocab_size" label="Vocabulary" />
-        <${FieldKnob} name="n_head" label="Heads" />
+        ${sizes.map(([key, label]) => html`<${FieldKnob} key=${key} name=${key} label=${label} />`)}
       </div>
       <${Money} />
       <${EveryKey} />
@@ -278,7 +331,7 @@ function EveryKey() {
   const [wanted, setWanted] = useState("");
   const text = wanted.toLowerCase();
   const found = Object.values(known.value.keys).filter(
-    (key) => !FEATURED.has(key.name) && `${key.name} ${key.help}`.toLowerCase().includes(text),
+    (key) => !FEATURED.has(key.name) && matters(key.name) && `${key.name} ${key.help}`.toLowerCase().includes(text),
   );
   return html`
     <details class="more" onToggle=${(event) => setOpen(event.target.open)}>

@@ -17,7 +17,13 @@ const COLOURS = {
 };
 const OTHER = "#9aa0a6"; // rounding, context
 
-export const PROGRAMS = { nanogpt: "nanoGPT", oomph: "oomph train" };
+export const PROGRAMS = {
+  nanogpt: "nanoGPT",
+  oomph: "oomph train",
+  hf: "transformers' Trainer",
+  torch: "a plain PyTorch loop",
+  nanochat: "nanochat",
+};
 export const lit = signal(null); // the part that is pointed at, wherever it is drawn
 
 export const colourOf = (part) => COLOURS[part] ?? OTHER;

@@ -69,7 +69,7 @@ function Headline({ found }) {
     </p>`;
 }
 
-/** Both programs side by side; the one that is picked is drawn in time and written into links and configs. */
+/** Two programs side by side, or one; the one that is picked is drawn in time and written into links and configs. */
 function Verdicts({ both, chosen }) {
   return html`
     <div class="verdicts" role="radiogroup" aria-label="Program">
@@ -244,7 +244,8 @@ function Notes({ notes }) {
 export function command(verb = "plan", asked = question.value) {
   const { preset, filename, gpu, trainer, config, set = {}, largest, ...flags } = asked;
   const quoted = (text) => (/^[\w.,:/=+-]+$/.test(text) ? text : `"${String(text).replace(/["\\$`]/g, "\\$&")}"`);
-  const source = preset ?? filename ?? (config === undefined ? undefined : "run.py");
+  const pasted = config?.trimStart().startsWith("{") ? "config.json" : "run.py";
+  const source = preset ?? filename ?? (config === undefined ? undefined : pasted);
   const words = ["oomph", verb, ...(source === undefined ? [] : [quoted(source)])];
   if (gpu) words.push("--gpu", quoted(gpu));
   for (const [key, value] of Object.entries(flags)) words.push(`--${key}`, quoted(String(value)));

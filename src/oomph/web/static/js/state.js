@@ -12,8 +12,8 @@ export const question = signal(EXAMPLE); // the body of POST /api/plan
 export const chosenRuns = signal([]); // names, in the runs tab
 export const known = signal({ gpus: [], keys: {}, presets: [], machine: null });
 
-export const answer = signal(null); // the last good plan: {plan, other, timeline, summary}
-export const problems = signal([]); // of the question as it stands; the last answer stays on the page, dimmed
+export const answer = signal(null); // the last good plan: {plan, timeline, summary, keys}; of two programs also {other, other_timeline}
+export const problems = signal([]); // of the question as it stands; the last answer to the same config stays, dimmed
 export const tookMs = signal(null);
 export const notice = signal(null); // {text, undo?}: what was just done for the user
 
@@ -48,10 +48,11 @@ export function takeOver(changes, trainer) {
 }
 
 function clean(fields) {
-  return Object.fromEntries(Object.entries(fields).filter(([, value]) => value !== undefined && value !== ""));
+  const said = ([key, value]) => value !== undefined && (value !== "" || key === "config"); // which may yet be typed
+  return Object.fromEntries(Object.entries(fields).filter(said));
 }
 
-/** The two plans by program, whichever was chosen. */
+/** The plans by program, whichever was chosen: two of nanoGPT and oomph train, one of any other. */
 export const plans = computed(() => {
   if (!answer.value) return null;
   const { plan, other } = answer.value;
@@ -70,12 +71,16 @@ export function valueOf(key) {
   return plan.config[key];
 }
 
+/** Whether a key matters under the chosen program. */
+export const matters = (key) => !answer.value || answer.value.keys.includes(key);
+
 export const problemOf = (key) => problems.value.find(({ where }) => where === `set.${key}` || where === key);
 
 // --- asking ---------------------------------------------------------------------------------
 
 let asked = 0; // questions so far; an answer carries the number of its question
 let shown = 0; // the number of the last answer: no older one is ever drawn over it
+let answered = null; // the question of the answer on the page
 let flights = []; // questions under way, {number, control}, the oldest first
 
 /** Ask at once. The oldest question goes on, so that a slider in motion draws something; those between are aborted. */
@@ -85,19 +90,27 @@ async function askPlanner() {
   const mine = { number: asked, control: new AbortController() };
   flights = [...flights.slice(0, 1), mine];
   const started = performance.now();
+  const asking = question.peek();
   try {
-    const found = await post("/api/plan", question.peek(), mine.control.signal);
+    const found = await post("/api/plan", asking, mine.control.signal);
     arrive(mine, () => {
+      answered = asking;
       answer.value = found;
       problems.value = [];
       tookMs.value = performance.now() - started;
     });
   } catch (error) {
-    if (error instanceof Refused) arrive(mine, () => (problems.value = error.problems));
+    if (error instanceof Refused) arrive(mine, () => refuse(asking, error.problems));
     else if (error.name !== "AbortError") throw error;
   } finally {
     flights = flights.filter((each) => each !== mine);
   }
+}
+
+/** Tell what is wrong. A plan of another config than the one asked about does not stay. */
+function refuse(asking, wrong) {
+  problems.value = wrong;
+  if (answered?.preset !== asking.preset || answered?.config !== asking.config) answer.value = null;
 }
 
 /** Draw an answer, unless a newer one is there already; older questions need none any more. */
