@@ -12,7 +12,7 @@ from explaining import CARD, explained, figures, get, number
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomph.config import TrainConfig, to_toml
+from oomph.config import TrainConfig, load, to_toml
 from oomph.planning.plan import plan
 from oomph.predict.allocator.replay import record
 from oomph.runs import Explanation, explain, findings
@@ -255,3 +255,46 @@ def test_the_ids_of_findings_do_not_change() -> None:
         *("time.bound", "time.flops", "time.left", "time.mfu", "time.micro_batch", "time.slowing", "time.stalls"),
         *("time.step", "time.width"),
     }
+
+
+# --- models of other programs ------------------------------------------------------------------------
+
+
+def _failed_in_the_loss(folder: Path) -> Path:
+    """A run of Qwen3-0.6B at 4 x 2048 that asks for its logits in float32."""
+    log = folder / "qwen.log"
+    log.write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.64 GiB. GPU 0 has a total capacity of 11.56 "
+        "GiB of which 1.20 GiB is free. Including non-PyTorch memory, this process has 10.30 GiB memory in use. Of the "
+        "allocated memory 9.90 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.\n"
+    )
+    return log
+
+
+BATCH = [("batch_size", "4", "--batch_size=4"), ("block_size", "2048", "--block_size=2048")]
+
+
+def test_a_model_by_name_is_a_config_of_the_run(tmp_path: Path) -> None:
+    log = _failed_in_the_loss(tmp_path)
+    found = explain([log, "Qwen/Qwen3-0.6B"], CARD, overrides=BATCH, with_fixes=False)
+    assert found.plan is not None
+    assert found.plan.memory == plan(load("Qwen/Qwen3-0.6B", BATCH), CARD).memory
+    assert get(found, "memory.oom").numbers["formula"] == "4 × 2048 × 151936 × 4"
+    assert number(get(found, "model.size"), "params") == 596_049_920
+    assert found.finding("time.width") is None  # half its width is no model of this family
+
+
+def test_a_models_folder_is_a_config_of_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(shape | {"intermediate_size": 128, "vocab_size": 1000}))
+    found = explain([_failed_in_the_loss(tmp_path), folder], CARD, overrides=BATCH, with_fixes=False)
+    assert found.plan is not None
+    assert (found.plan.config.trainer, found.plan.config.model_type, found.plan.config.n_layer) == ("hf", "llama", 2)
+
+
+def test_the_batch_of_a_model_is_never_assumed(tmp_path: Path) -> None:
+    found = explain([_failed_in_the_loss(tmp_path), "Qwen/Qwen3-0.6B"], CARD, with_fixes=False)
+    assert found.plan is None
+    assert found.measured.inference.missing == ["batch_size", "block_size"]

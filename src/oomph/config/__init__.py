@@ -1,7 +1,17 @@
 """`TrainConfig`, and reading one from every source people have."""
 
 from oomph.config.documents import to_python, to_toml
-from oomph.config.load import LoadedConfig, Override, Pasted, as_loaded, from_dict, load, stated_values, with_trainer
+from oomph.config.load import (
+    LoadedConfig,
+    Override,
+    Pasted,
+    as_loaded,
+    from_dict,
+    is_model,
+    load,
+    stated_values,
+    with_trainer,
+)
 from oomph.config.schema import (
     COMPILED_LOSS_CHUNK,
     DEFAULT_LOSS_CHUNK,
@@ -33,6 +43,7 @@ __all__ = [
     "describe_keys",
     "follows",
     "from_dict",
+    "is_model",
     "load",
     "settle",
     "stated_values",

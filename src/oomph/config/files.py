@@ -10,7 +10,7 @@ from pathlib import Path
 
 from oomph.config import checkpoint, nanogpt, pickles
 from oomph.config.documents import read_json, read_toml
-from oomph.config.hugging_face import nearest_name
+from oomph.config.hugging_face import is_model, nearest_name
 from oomph.config.layer import Layer, Scope, SourcedValue
 from oomph.config.schema import PRESETS
 from oomph.errors import InputError, Problem, nearest
@@ -46,6 +46,17 @@ def exists(name: str) -> bool:
         return Path(name).exists()
     except (OSError, ValueError):
         return False
+
+
+def is_model_file(path: Path) -> bool:
+    """Whether a file is a model's `config.json`, under any name that ends in .json."""
+    try:
+        if path.suffix.lower() != ".json" or path.stat().st_size > MAX_TEXT_BYTES:
+            return False
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and is_model(content)
 
 
 def read_text(text: str, label: str, scope: Scope) -> Layer:

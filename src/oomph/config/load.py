@@ -86,6 +86,14 @@ def load(
     return gathering.finish()
 
 
+def is_model(name: str) -> bool:
+    """Whether a name stands for a model: a preset, a known model, a model's config.json or a folder with one."""
+    if not files.exists(name):
+        return preset(name) is not None or hugging_face.find(name) is not None
+    path = Path(name)
+    return files.is_model_file(path / files.HUGGING_FACE if path.is_dir() else path)
+
+
 def stated_values(text: str, name: str) -> dict[str, object]:
     """The keys that a config file's text sets, with values as it states them, valid or not; those that cannot be known
     without running it are left out."""

@@ -35,7 +35,7 @@ from oomph.fitting.space import (
     with_changes,
 )
 from oomph.planning.plan import Plan, tokens_per_step
-from oomph.step.parameters import count_nanogpt
+from oomph.step.parameters import count_printed
 from oomph.units import counted
 
 TOKENS_PER_PARAMETER = 20.0  # Chinchilla
@@ -189,7 +189,7 @@ class Sizer:
     def _run(self, shape: DepthAndWidth, config: TrainConfig) -> dict[str, KeyValue]:
         """The batch and the schedule, with the keys that were given as they are: the steps follow from the batch."""
         given = self.loaded.said
-        tokens = self.limits.tokens or TOKENS_PER_PARAMETER * count_nanogpt(config)
+        tokens = self.limits.tokens or TOKENS_PER_PARAMETER * count_printed(config)
         sequences = batch_sequences(inf if given("max_iters") else tokens, config.block_size)
         size, micro_steps = self._batch(sequences, config)
         if given("max_iters"):
@@ -221,7 +221,7 @@ class Sizer:
         if self.proposing:
             config = self.config(shape).config
             tokens = self.limits.tokens or config.max_iters * tokens_per_step(config)
-            if TOKENS_PER_PARAMETER * count_nanogpt(config) > tokens:
+            if TOKENS_PER_PARAMETER * count_printed(config) > tokens:
                 return False
         return 16 * shape.block_parameters <= self.searcher.room_bytes or self.loaded.config.optimizer != "adamw"
 

@@ -13,7 +13,7 @@ from oomph.predict.run_time import NANOGPT_PEAK_FLOPS
 from oomph.runs.infer import Inference, infer
 from oomph.runs.pace import StepPace, nanogpt_flops_per_step, step_pace
 from oomph.runs.run import LoggedRun, Oom
-from oomph.step.parameters import count_nanogpt
+from oomph.step.parameters import count_printed
 from oomph.units import MIB
 
 
@@ -31,7 +31,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     run: LoggedRun
     inference: Inference
     pace: StepPace | None
-    params: int | None  # as nanoGPT counts them
+    params: int | None  # as its program prints them
     tokens_per_step: int | None
     flops_per_token: float | None
     tokens_per_s: float | None
@@ -124,8 +124,8 @@ def _peak_tflops(inference: Inference) -> float | None:
 
 
 def _params(inference: Inference, run: LoggedRun) -> int | None:
-    if inference.config is not None and run.program != "nanochat":
-        return count_nanogpt(inference.config.config)
+    if inference.config is not None:
+        return count_printed(inference.config.config)
     return run.printed.params or run.printed.params_total
 
 
@@ -217,8 +217,6 @@ def predicted_mib(predicted: Plan | None, reading: MemoryReading) -> float | Non
 
 
 def predict(measured: Measured) -> Plan | None:
-    """The run's plan, if the log gives enough. None for nanochat, whose model is a different one."""
+    """The run's plan, if the log gives enough."""
     loaded, device = measured.inference.config, measured.inference.card.device
-    if loaded is None or device is None or measured.run.program == "nanochat":
-        return None
-    return plan(loaded, device)
+    return None if loaded is None or device is None else plan(loaded, device)

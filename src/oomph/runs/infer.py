@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from oomph.config import LoadedConfig, TrainConfig, as_loaded
+from oomph.config import LoadedConfig, TrainConfig, as_loaded, from_dict
 from oomph.config.schema import keys
 from oomph.devices import Device, all_devices, detect, find
 from oomph.errors import InputError
@@ -82,11 +82,14 @@ class _Inferrer:
         self.missing: list[str] = []
         self.contradictions: list[str] = []
         self.notes: list[str] = []
+        # A program with defaults of its own, which its config names: nothing follows from nanoGPT's.
+        trainer = self.settings.get("trainer")
+        self.own_defaults = trainer is not None and trainer.value not in ("nanogpt", "oomph")
         # nanoGPT echoes what differs from its defaults, so its echo determines every key. So does a config file given
         # together with an error message or with a log that lacks its start.
         filed = any(source.name.endswith((".py", ".toml")) for source in run.sources)
-        self.echoed = (run.program == "nanogpt" and (filed or "config" in run.event_counts)) or (
-            filed and run.program is None
+        self.echoed = not self.own_defaults and (
+            (run.program == "nanogpt" and (filed or "config" in run.event_counts)) or (filed and run.program is None)
         )
         # Without an echo the run has no settings of its own, or the log lacks its start: only the counts can tell.
         self.headed = self.echoed or (run.program == "nanogpt" and run.printed.tokens_per_step is not None)
@@ -102,6 +105,8 @@ class _Inferrer:
 
     def shape(self) -> None:
         printed = self.run.printed
+        if self.own_defaults:
+            return
         if self.run.program == "nanochat":
             self.notes.append(
                 "nanochat's model differs from nanoGPT's: its head is untied and it has no position embeddings"
@@ -242,7 +247,7 @@ class _Inferrer:
 
     def heads(self) -> None:
         width = self.whole("n_embd")
-        if "n_head" in self.settings or width is None:
+        if self.own_defaults or "n_head" in self.settings or width is None:
             return
         default = keys()["n_head"].default
         if (
@@ -269,15 +274,15 @@ class _Inferrer:
                 self.put(name, keys()[name].default, "default", DEFAULT)
 
     def config(self) -> LoadedConfig | None:
-        needed = (*_SHAPE, *_BATCH, "n_head")
+        needed = ("batch_size", "block_size") if self.own_defaults else (*_SHAPE, *_BATCH, "n_head")
         self.missing = [key for key in dict.fromkeys(needed) if key not in self.settings]
         if self.run.program == "oomph" and any(s.how == "given" for s in self.settings.values()):
             self.missing = []  # its config.toml has what differs from the defaults
-        if self.missing:
+        if self.missing or (self.run.program == "nanochat" and not self.own_defaults):
             return None
         values = {key: setting.value for key, setting in self.settings.items()}
         try:
-            loaded = as_loaded(TrainConfig(**values))  # type: ignore[arg-type]
+            loaded = from_dict(values) if self.own_defaults else as_loaded(msgspec.convert(values, TrainConfig))
         except InputError as error:
             self.contradictions.extend(map(str, error.problems))
             return None
@@ -290,7 +295,7 @@ class _Inferrer:
     def flops_per_token(self, config: LoadedConfig | None, tokens: int | None) -> float | None:
         if self.run.printed.flops_per_token is not None:
             return self.run.printed.flops_per_token
-        if config is not None and self.run.program != "nanochat":
+        if config is not None:
             return params.flops_per_token(config.config)
         flops = nanogpt_flops_per_step(self.run)
         return flops / tokens * (self.whole("world_size") or 1) if flops and tokens else None

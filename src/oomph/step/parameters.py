@@ -66,6 +66,13 @@ def count_nanogpt(config: TrainConfig) -> int:
     return vocabularies * config.vocab_size * width + layers * 12 * width * width + vectors * width
 
 
+def count_printed(config: TrainConfig) -> int:
+    """How many parameters the config's program prints."""
+    if config.model_type == "gpt2" and config.trainer not in TRANSFORMERS:
+        return count_nanogpt(config)
+    return sum(parameter.numel for parameter in parameters(config))
+
+
 def by_group(found: Iterable[Parameter]) -> dict[str, int]:
     """Parameter counts by part of the model, in the order the parts are met."""
     groups: dict[str, int] = {}

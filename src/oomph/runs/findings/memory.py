@@ -195,7 +195,9 @@ def _size(evidence: Evidence, plan: Plan) -> Finding:
         (
             f"{config.n_layer} layers of width {config.n_embd} with {config.n_head} heads, and a vocabulary of "
             f"{config.vocab_size:,}{tied}: {listed(groups)}",
-            f"{count(model.params)} with the position embeddings, which nanoGPT does not count",
+            f"{count(model.params)} with the position embeddings, which nanoGPT does not count"
+            if model.params != model.params_nanogpt
+            else None,
             f"the log prints {printed / 1e6:.2f} M" if printed else None,
         )
     )

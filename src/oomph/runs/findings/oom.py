@@ -207,24 +207,28 @@ def _has_size(oom: Oom, tried_mib: float, size_bytes: int) -> bool:
 def _large_tensors(config: TrainConfig) -> Iterator[TensorGuess]:
     """The large tensors of a training or evaluation step, largest kinds first."""
     batch, length, width, vocabulary = config.batch_size, config.block_size, config.n_embd, config.vocab_size
-    half = NUMBER_BYTES[config.dtype or "bfloat16"] if config.autocast else 4
+    hidden = config.intermediate_size or 4 * width
     half_name = config.dtype or "half precision"
+    half = NUMBER_BYTES[config.dtype or "bfloat16"]
+    weight = 4 if config.autocast else half
     yield _guess("the logits, or their gradient, in float32", batch, length, vocabulary, 4)
     if half != 4:
         yield _guess(f"the logits in {half_name}", batch, length, vocabulary, half)
     if config.attention == "math":
         yield _guess("attention scores of one layer in float32", batch, config.n_head, length, length, 4)
         yield _guess(f"attention scores of one layer in {half_name}", batch, config.n_head, length, length, half)
-    for name, times in (
-        ("an MLP's hidden layer", 4),
-        ("queries, keys and values of a layer", 3),
-        ("a layer's output", 1),
+    for name, size in (
+        ("an MLP's hidden layer", hidden),
+        ("queries, keys and values of a layer", 3 * width)
+        if config.model_type == "gpt2"
+        else ("a layer's queries", config.n_head * (config.head_dim or width // config.n_head)),
+        ("a layer's output", width),
     ):
-        yield _guess(f"{name} in {half_name}", batch, length, times * width, half)
+        yield _guess(f"{name} in {half_name}", batch, length, size, half)
         if half != 4:
-            yield _guess(f"{name} in float32", batch, length, times * width, 4)
-    yield _guess("the token embedding, its gradient or an Adam moment", vocabulary, width, 4)
-    yield _guess("an MLP's weights, their gradient or an Adam moment", 4 * width, width, 4)
+            yield _guess(f"{name} in float32", batch, length, size, 4)
+    yield _guess("the token embedding, its gradient or an Adam moment", vocabulary, width, weight)
+    yield _guess("an MLP's weights, their gradient or an Adam moment", hidden, width, weight)
 
 
 def _guess(name: str, *factors: int) -> TensorGuess:

@@ -218,7 +218,8 @@ def _micro_batch(evidence: Evidence, plan: Plan) -> Iterator[Finding]:
 def _width(evidence: Evidence, plan: Plan) -> Iterator[Finding]:
     """Whether width or micro-batch sets the MFU: the run predicted at half the width and half the micro-batch."""
     config, time = plan.config, plan.time
-    if time is None or time.mfu is None or plan.device.kind == "cpu" or config.n_embd % 128 or config.n_head % 2:
+    narrower = config.trainer in ("nanogpt", "oomph") and config.n_embd % 128 == config.n_head % 2 == 0
+    if time is None or time.mfu is None or plan.device.kind == "cpu" or not narrower:
         return
     narrow = evidence.variant(n_embd=config.n_embd // 2, n_head=config.n_head // 2)
     if narrow.time is None or narrow.time.mfu is None:

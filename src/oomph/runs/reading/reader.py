@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from oomph.config import Override
+from oomph.config import Override, is_model
 from oomph.errors import InputError, Problem, nearest
 from oomph.runs.reading import metrics, nanochat, nanogpt, nvidia_smi, oom, settings
 from oomph.runs.reading.builder import Builder
@@ -22,7 +22,7 @@ Readable = str | os.PathLike[str] | BinaryIO
 STDIN = "-"
 _CONFIGS = (".py", ".toml")
 _SNAPSHOTS = (".pickle", ".pkl")
-_IN_FOLDER = ("config.toml", "metrics.jsonl", "train.log", "log.txt")  # the files of a run's folder
+_IN_FOLDER = ("config.toml", "config.json", "metrics.jsonl", "train.log", "log.txt")  # the files of a run's folder
 _GENERIC_NAMES = frozenset(("train", "log", "metrics", "output", "stdout", "nohup"))  # the folder names such a run
 _PICKLE = b"\x80"
 
@@ -40,9 +40,10 @@ READERS = (
 def read(*sources: Readable, name: str | None = None, overrides: Sequence[Override] = ()) -> LoggedRun:
     """The run that all `sources` together describe.
 
-    A source is a path, "-" for standard input, an open binary file, a run's folder, a config (.py, .toml) or a torch
-    memory snapshot (.pickle). `overrides` are the user's own settings. Lines that cannot be parsed are counted and
-    sampled in the result. Raises `InputError` if a source cannot be opened or an override is wrong.
+    A source is a path, "-" for standard input, an open binary file, a run's folder, a config (.py, .toml, a model's
+    config.json or name) or a torch memory snapshot (.pickle). `overrides` are the user's own settings. Lines that
+    cannot be parsed are counted and sampled in the result. Raises `InputError` if a source cannot be opened or an
+    override is wrong.
     """
     builder = Builder(name or _name(sources))
     problems: list[Problem] = []
@@ -170,7 +171,7 @@ def _read_source(builder: Builder, source: Readable) -> None:
     path = os.fspath(source)
     if path == STDIN:
         read_stream(builder, sys.stdin.buffer, "standard input")
-    elif path.endswith(_CONFIGS):
+    elif path.endswith(_CONFIGS) or is_model(path):
         read_config(builder, path)
     else:
         with Path(path).open("rb") as stream:
@@ -181,14 +182,14 @@ def _read_source(builder: Builder, source: Readable) -> None:
 
 
 def read_config(builder: Builder, path: str) -> None:
-    """Take the keys that a config file sets."""
+    """Take the keys that a config file or a model sets, and the program whose format it is in."""
     from oomph.config import load
 
     loaded = load([path])
     builder.begin(LogSource(path))
-    for key in loaded.sources:
-        if loaded.said(key):
-            builder.setting(key, getattr(loaded.config, key), "given", loaded.sources[key])
+    for key, where in loaded.sources.items():
+        if loaded.said(key) or (key == "trainer" and loaded.config.trainer != "nanogpt"):
+            builder.setting(key, getattr(loaded.config, key), "given", where)
 
 
 def _read_snapshot(builder: Builder, path: str) -> None:
@@ -261,6 +262,6 @@ def _no_such_file(path: Path) -> Problem:
     return Problem(
         str(path),
         "cannot be read: no such file",
-        allowed="a log, an error message, a config, a snapshot, a run's folder, or - for standard input",
+        allowed="a log, an error message, a config, a model's name, a snapshot, a run's folder or - for stdin",
         nearest=beside[close] if close is not None else None,
     )
