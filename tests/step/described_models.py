@@ -31,7 +31,8 @@ from oomph.step.trace.fakes import on_fakes
 
 PRECISIONS = {
     "float32": {"dtype": "float32"},
-    "autocast": {"dtype": "bfloat16"},
+    "autocast": {"dtype": "bfloat16", "base_dtype": "float32"},
+    "loaded": {"dtype": "bfloat16", "base_dtype": "bfloat16"},
     "bfloat16": {"dtype": "bfloat16", "autocast": False},
     "float16": {"dtype": "float16", "autocast": False},
 }
@@ -45,6 +46,13 @@ def config_of(model: Hf, precision: str = "float32", **keys: Any) -> TrainConfig
     said |= {"checkpoint_layers": model.layers if model.checkpoint else 0}
     said |= {"use_cache": bool(model.more.get("use_cache"))}
     said |= {"trainer": "hf", "compile": False, "batch_size": model.batch, "block_size": model.tokens}
+    if model.lora:
+        said |= {"method": "dora" if model.lora.get("use_dora") else "lora", "lora_rank": model.lora["r"]}
+        said |= {"lora_dropout": model.lora.get("lora_dropout", 0.0)}
+        wanted = model.lora["target_modules"]
+        said |= {"lora_targets": wanted if isinstance(wanted, str) else ",".join(wanted)}
+        if model.half_adapters:
+            said |= {"adapter_dtype": PRECISIONS[precision].get("base_dtype") or PRECISIONS[precision]["dtype"]}
     return settled(from_dict({**said, **PRECISIONS[precision], **keys}))
 
 
@@ -100,7 +108,7 @@ def described(config: TrainConfig, *, cuda: bool = True, micro_steps: int = 1) -
         tape.kind, tape.scope, tape.ledger.phase = Kind.ACTIVATIONS, "", Phase.FORWARD
         out = models.forward(config)(Module(tape, config), *batch)
         held = [*_storages(out), *tape.cache]
-        tape.cache = []
+        tape.cache, tape.kept_inputs = [], []
         loss = out[1]
         del out
         tape.autocast, tape.casts = None, {}

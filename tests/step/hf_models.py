@@ -70,7 +70,8 @@ class Hf:
     dropout: float = 0.0
     checkpoint: bool = False  # every block's activations are computed again
     attention: str | None = None  # transformers' own: "sdpa", "eager"; by default what the family takes
-    lora_rank: int = 0  # of peft's adapters on queries and values; 0 for none
+    lora: dict[str, Any] = field(default_factory=dict)  # of peft's LoraConfig; empty: without adapters
+    half_adapters: bool = False  # adapters in the base's own half precision
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,10 +111,10 @@ class Hf:
         made: nn.Module = kind.from_config(self.config, **{_DTYPE: dtype})
         if self.checkpoint:
             made.gradient_checkpointing_enable()
-        if self.lora_rank:
+        if self.lora:
             from peft import LoraConfig, get_peft_model
 
-            made = get_peft_model(made, LoraConfig(r=self.lora_rank, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
+            made = get_peft_model(made, LoraConfig(**self.lora), autocast_adapter_dtype=not self.half_adapters)  # type: ignore[arg-type]
         return made.train()
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -130,7 +131,8 @@ class Hf:
         """The op list of so many micro-steps, a section each.
 
         `precision` is "float32", "bfloat16" or "float16" for weights of that type, "autocast" for bfloat16 autocast
-        over float32 weights; `attention` what the card's kernels are asked for, as in a config of oomph.
+        over float32 weights, "loaded" for the same over weights in bfloat16; `attention` what the card's kernels are
+        asked for, as in a config of oomph.
         """
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model, batch = self._prepared(lambda dtype: on_fakes(partial(self.build, dtype), mode), precision)
@@ -174,7 +176,8 @@ class Hf:
         return [found[f"micro-step {index + 1}"] for index in range(micro_steps)]
 
     def _prepared(self, build: Any, precision: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-        model, batch = build(_HALVES.get(precision, torch.float32)), self.inputs()
+        weights = torch.bfloat16 if precision == "loaded" else _HALVES.get(precision, torch.float32)
+        model, batch = build(weights), self.inputs()
         if precision in _HALVES:
             batch = {n: t.to(_HALVES[precision]) if t.is_floating_point() else t for n, t in batch.items()}
         return model, batch
@@ -182,7 +185,7 @@ class Hf:
 
 @contextlib.contextmanager
 def _autocast(precision: str) -> Iterator[None]:
-    if precision != "autocast":
+    if precision not in ("autocast", "loaded"):
         yield
         return
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -24,7 +24,8 @@ DESCRIBED = {
 }  # fmt: skip
 OTHERS = {
     "bert": Hf("bert"), "t5": Hf("t5"), "vit": Hf("vit"), "deepseek_v3": Hf("deepseek_v3"),
-    "lora": Hf("llama", lora_rank=4), "checkpointed": Hf("llama", checkpoint=True),
+    "lora": Hf("llama", lora={"r": 4, "target_modules": ["q_proj", "v_proj"]}),
+    "checkpointed": Hf("llama", checkpoint=True),
 }  # fmt: skip
 FAMILIES = DESCRIBED | OTHERS
 

@@ -31,6 +31,9 @@ MIXTURES = ("mixtral", "qwen3_moe")  # of them those with experts
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("flash", "efficient", "math", "flash3")
+METHODS = ("full", "lora", "dora", "qlora")
+QUANTIZATIONS = ("off", "nf4", "fp4", "int8", "gptq", "awq")
+UPCASTS = ("off", "norms", "all")  # all: peft prepares the base; norms: TRL then casts the rest back (before 1.0)
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor", "muon")
 OPTIMIZER_LOOPS = ("fused", "foreach", "forloop")
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, with the heads of the released
@@ -167,6 +170,34 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     final_logit_softcapping: Annotated[float, _our("soft cap of the logits", gt=0)] | None = None
     partial_rotary_factor: Annotated[float, _our("share of each head that is rotated", gt=0, le=1)] = 1.0
     tie_weights: Annotated[bool, _our("one matrix for the token embedding and the head")] = True
+    method: Annotated[
+        str,
+        _our(
+            "what is trained: full (all weights), or peft's lora or dora; qlora is lora on a 4-bit base",
+            choices=METHODS,
+        ),
+    ] = "full"
+    lora_rank: Annotated[int, _our("rank of the adapters", ge=1, le=100_000)] = 8
+    lora_alpha: Annotated[float, _our("scale of the adapters, times the rank", needed=False, gt=0)] = 8.0
+    lora_dropout: Annotated[float, _our("dropout of what goes into the adapters", ge=0, lt=1)] = 0.0
+    lora_targets: (
+        Annotated[str, _our("modules with adapters, by name: q_proj,v_proj or all-linear; not set: peft's own")] | None
+    ) = None
+    adapter_dtype: Annotated[str, _our("dtype of the adapters; not set: float32, as peft", choices=DTYPES)] | None = (
+        None
+    )
+    base_dtype: (
+        Annotated[str, _our("dtype that the frozen weights are loaded in; not set: dtype", choices=DTYPES)] | None
+    ) = None
+    quantization: (
+        Annotated[str, _our("of the frozen linear layers; not set: nf4 with qlora", choices=QUANTIZATIONS)] | None
+    ) = None
+    double_quantization: (
+        Annotated[bool, _our("the scales of 4-bit blocks are quantized too; not set: with qlora")] | None
+    ) = None
+    upcast: (
+        Annotated[str, _our("frozen weights beside quantized ones that are brought to float32", choices=UPCASTS)] | None
+    ) = None
     trainer: Annotated[
         str,
         _our(

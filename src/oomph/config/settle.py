@@ -9,7 +9,7 @@ import msgspec
 
 from oomph.config.hugging_face import OWN_ACTIVATIONS
 from oomph.config.load import LoadedConfig
-from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TRANSFORMERS, TrainConfig, release
+from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, MIXTURES, TRANSFORMERS, TrainConfig, release
 
 Decision = tuple[str | int | float | bool, str]  # a value and its reason
 
@@ -66,6 +66,7 @@ def settle(loaded: LoadedConfig, device: SettlingDevice, own_model: bool = False
         decisions |= _flash3(str(dtype), device)
     decisions |= {key: rule for key, rule in _shape_rules(config).items() if getattr(config, key) is None}
     decisions |= {key: rule(config) for key, rule in _BY_SETTING.items() if getattr(config, key) is None}
+    decisions |= {key: rule for key, rule in _adapter_rules(config).items() if getattr(config, key) is None}
     if config.loss_chunk is None:
         dtype = decisions["dtype"][0] if "dtype" in decisions else config.dtype
         decisions["loss_chunk"] = _loss_chunk(msgspec.structs.replace(config, dtype=dtype), device)
@@ -90,6 +91,40 @@ def _shape_rules(config: TrainConfig) -> dict[str, Decision]:
         "max_position_embeddings": (config.block_size, "block_size"),
     }
     return rules | ({"moe_intermediate_size": (inner, "as intermediate_size")} if config.num_experts else {})
+
+
+# peft's own targets by family (0.21, utils/constants.py); the other families have none there.
+_ATTENTION = "q_proj,k_proj,v_proj,o_proj"
+PEFT_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value"} | dict.fromkeys(
+    ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text", "opt"), "q_proj,v_proj"
+)
+
+
+def _adapter_rules(config: TrainConfig) -> dict[str, Decision]:
+    """What a method of fine-tuning decides where nothing is said."""
+    if config.method == "full":
+        return {}
+    family = config.model_type
+    assumed = _ATTENTION if family in MIXTURES else "all-linear"
+    targets: Decision = (assumed, f"assumed: peft has no targets of its own for {family}")
+    if family in PEFT_TARGETS:
+        targets = (PEFT_TARGETS[family], f"peft's own for {family}")
+    four_bit = config.quantization in ("nf4", "fp4") or config.method == "qlora"
+    return {
+        "lora_targets": targets,
+        "adapter_dtype": ("float32", "peft keeps adapters in float32, whatever the base is"),
+        "quantization": ("nf4", "QLoRA's") if config.method == "qlora" else ("off", "the base is not quantized"),
+        "upcast": _upcast(config),
+        "double_quantization": (config.method == "qlora", "QLoRA's" if four_bit else "off unless told"),
+    }
+
+
+def _upcast(config: TrainConfig) -> Decision:
+    """What is brought to float32 of a quantized base beside its linear layers."""
+    quantization = config.quantization or ("nf4" if config.method == "qlora" else "off")
+    if quantization in ("off", "gptq"):
+        return "off", "peft casts weights beside quantized ones alone, and none beside GPTQ's"
+    return "all", "peft's prepare_model_for_kbit_training casts all"
 
 
 def follows(config: TrainConfig, key: str) -> bool:

@@ -131,7 +131,7 @@ def _together(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValu
         problems.append(
             _problem("num_key_value_heads", values, what, f"{pair[0]} over {pair[1]}", "a divisor of n_head")
         )
-    problems += _program(valid, values) + _experts(valid, values)
+    problems += _program(valid, values) + _experts(valid, values) + _adapters(valid, values)
     if valid.get("return_logits") and valid.get("loss_chunk"):
         what = "a loss in chunks never holds the logits that return_logits asks for"
         allowed = "loss_chunk = 0, or return_logits = False"
@@ -195,6 +195,39 @@ def _experts(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue
         return [
             _problem("num_experts_per_tok", values, what, f"{chosen} of {count}", f"from 1 to num_experts = {count}")
         ]
+    return []
+
+
+_OF_EXPERTS = ("all-linear", "experts", "gate", "gate_up_proj", "down_proj", "up_proj", "gate_proj")
+
+
+def _adapters(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue]) -> list[Problem]:
+    """Problems of a method of fine-tuning, and of its keys without it."""
+    method, quantization = valid.get("method"), valid.get("quantization")
+    if method == "full":
+        if quantization not in (None, "off"):
+            what, allowed = "quantized weights cannot be trained themselves", "method = 'qlora' or 'lora'"
+            return [
+                _problem("quantization", values, what, f"method = 'full', quantization = {quantization!r}", allowed)
+            ]
+        return []
+    if valid.get("trainer") not in TRANSFORMERS:
+        what = "only transformers' models are planned with adapters"
+        return [_problem("method", values, what, f"trainer = {valid.get('trainer')!r}", "trainer = 'hf' or 'torch'")]
+    if valid.get("compile"):
+        what, allowed = "compiled models with adapters are not described", "compile = False"
+        return [_problem("compile", values, what, f"method = {method!r}", allowed)]
+    if valid.get("model_type") in MIXTURES and (quantization not in (None, "off") or method == "qlora"):
+        what, allowed = "quantized experts are not described", "method = 'lora' with quantization = 'off'"
+        return [_problem("quantization", values, what, f"model_type = {valid.get('model_type')!r}", allowed)]
+    if method == "qlora" and quantization == "off":
+        what, allowed = "qlora quantizes its base", "quantization = 'nf4', or method = 'lora'"
+        return [_problem("quantization", values, what, "off", allowed)]
+    targets = valid.get("lora_targets")
+    names = [part.strip() for part in targets.split(",")] if isinstance(targets, str) else []
+    if valid.get("model_type") in MIXTURES and not set(names).isdisjoint(_OF_EXPERTS):
+        what, allowed = "adapters of experts are not described", "such as q_proj,k_proj,v_proj,o_proj"
+        return [_problem("lora_targets", values, what, show(targets), allowed)]
     return []
 
 

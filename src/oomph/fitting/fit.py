@@ -43,6 +43,7 @@ from oomph.planning.plan import Plan, choose_device, tokens_per_step
 from oomph.step.collector import uncollected
 
 NEARLY_AS_FAST = 0.05  # the safest option gives up at most this share of the best one's speed
+CONTEXT_STEP = 64  # tokens: contexts are tried in multiples of it
 SMALL_BATCHES = 4  # micro-batches, the smallest, that a smaller model is searched with
 WORTH_A_CHANGE = 0.01  # a setting that fits as it is is left alone for less than this
 
@@ -135,13 +136,15 @@ class _Fitting:
         nearly = list(nearly_rows(self.programs, self.asked, self.searcher.device.has_bf16))
         for row in nearly:
             self.add(row)
-            self.search_nearly(row)
+            self.search_with(row)
         both = together(nearly)
         if both is not None and not any(option.fits for option in self.found.values()):
             self.add(both)
-            self.search_nearly(both)
+            self.search_with(both)
         for row in different_rows(self.programs[self.asked]):
             self.add(row)
+            if "method" in row.changes and not any(fastest.values()):
+                self.search_with(row)
         if not any(fastest.values()):
             for row in nearest_rows(list(self.programs.values())[-1], self.searcher, self.tell):
                 self.add(row)
@@ -195,8 +198,8 @@ class _Fitting:
         self._keep("in time", self.searcher.in_time(program.loaded, every, fastest, self.hours), "same", SAME)
         return True
 
-    def search_nearly(self, row: SearchRow) -> None:
-        """What a change of the arithmetic allows at best: every batch, checkpoint and chunk searched with it."""
+    def search_with(self, row: SearchRow) -> None:
+        """What a change allows at best: every batch, checkpoint and chunk searched with it."""
         program = variant(self.programs[row.program], row.changes, self.searcher.device)
         every = list(ladders(program))
         settings = sum(each.settings for each in every)
@@ -257,11 +260,12 @@ class _Fitting:
         preferred = [self.asked, *(key for key in self.programs if key != self.asked)]
         places = {key: place for place, key in enumerate(preferred)}
 
-        def order(index: int) -> tuple[bool, int, bool, int, float]:
+        def order(index: int) -> tuple[bool, int, bool, bool, int, float]:
             option = options[index]
+            resized = "n_layer" in option.changes or "n_embd" in option.changes  # fine-tuning keeps the model
             retries, place = option.plan.memory.retries > 0, places[program_of(option)]
             coarser = self.now.config.autocast and not option.plan.config.autocast  # known to end at a worse loss
-            return retries, KINDS.index(option.kind), coarser, place, -(option.tokens_per_s or 0.0)
+            return retries, KINDS.index(option.kind), resized, coarser, place, -(option.tokens_per_s or 0.0)
 
         best = min(in_time, key=order)
         unchanged = next((index for index in in_time if not options[index].changes), None)
@@ -311,8 +315,17 @@ def _rank(option: Option) -> tuple[bool, int, float]:
 
 
 def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[str], None]) -> Iterator[SearchRow]:
-    """The deepest and the widest model that fit, each with settings of its own. `tell` is told what is being tried."""
+    """The deepest and the widest model that fit, each with settings of its own; of one that is fine-tuned, the longest
+    context. `tell` is told what is being tried."""
     base = program.settled
+    if base.method != "full":
+        tell(f"contexts of fewer than {base.block_size} tokens")
+        blocks, short = _largest((base.block_size - 1) // CONTEXT_STEP, _of_context, program, searcher)
+        if short is not None:
+            effect = f"sees {blocks * CONTEXT_STEP:,} tokens of {base.block_size:,}"
+            changes = changes_between(base, short.config, program.loaded.said)
+            yield SearchRow("the longest context that fits", program.key, changes, "different", effect)
+        return
     tell(f"models of fewer than {base.n_layer} layers")
     layers, shallow = _largest(base.n_layer - 1, lambda n: shallower(base, n), program, searcher)
     if shallow is not None:
@@ -326,6 +339,10 @@ def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[s
         effect = f"a smaller model: width {heads * HEAD_SIZE} of {base.n_embd}"
         changes = changes_between(base, narrow.config, program.loaded.said)
         yield SearchRow("the widest that fits", program.key, changes, "different", effect)
+
+
+def _of_context(blocks: int) -> dict[str, KeyValue]:
+    return {"block_size": blocks * CONTEXT_STEP}
 
 
 def _largest(

@@ -235,9 +235,9 @@ class Searcher:
 
     def _best_s(self, config: TrainConfig) -> float:
         """A time that a setting cannot beat. In mixed precision: compiled, where the same products come with fewer
-        passes over memory. Where nothing is cast, compiled may be the slower of the two."""
+        passes over memory. Where nothing is cast, compiled may be the slower of the two; adapters are not compiled."""
         mixed = config.autocast and config.dtype != "float32"
-        if config.compile or not mixed:
+        if config.compile or not mixed or config.method != "full":
             return self.estimator.step_s(config) * OPTIMISM
         measured = self.device.eager_ratio / self.device.compiled_ratio  # what a check of this device has found
         return self.estimator.step_s(replace(config, compile=True)) * measured * OPTIMISM

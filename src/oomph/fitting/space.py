@@ -12,7 +12,7 @@ import msgspec
 
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
-from oomph.config.schema import TRANSFORMERS
+from oomph.config.schema import MIXTURES, TRANSFORMERS
 from oomph.config.settle import decided, follows, left_open
 from oomph.devices import Device
 from oomph.fitting.estimate import period_of
@@ -31,7 +31,16 @@ FIT = "oomph fit"  # the source of a value that a fit chose
 HEAD_SIZE = 64  # every GPT-2 has it; a multiple of what tensor cores load, and flash attention's fastest
 SMALLER = {2: "half the micro-batch", 4: "a quarter of the micro-batch", 8: "an eighth of the micro-batch"}
 
-ARITHMETIC = ("optimizer", "dtype", "autocast")  # what a nearly equal training may change
+ARITHMETIC = (
+    "optimizer",
+    "dtype",
+    "autocast",
+    "method",
+    "quantization",
+    "upcast",
+    "double_quantization",
+    "adapter_dtype",
+)  # what a nearly equal training may change
 
 SAME = "none: rounding alone differs"
 
@@ -104,6 +113,7 @@ def programs(loaded: LoadedConfig, device: Device) -> dict[str, TrainingProgram]
     """
     on_gpu = device.kind in ("cuda", "rocm")
     compiles = device.compute_capability is None or device.compute_capability >= COMPILE_CAPABILITY
+    compiles = compiles and loaded.config.method == "full"  # adapters are described eagerly alone
     result = {}
     for key, each in _runners(loaded):
         settled = configs.settle(each, device).config
@@ -206,7 +216,9 @@ def ladders(program: TrainingProgram) -> Iterator[Ladder]:
 def variant(program: TrainingProgram, changes: dict[str, KeyValue], device: Device) -> TrainingProgram:
     """The program running the config with those keys changed, everything else still free to be set."""
     loaded = with_changes(program.loaded, changes)
-    return msgspec.structs.replace(program, loaded=loaded, settled=configs.settle(loaded, device).config)
+    settled = configs.settle(loaded, device).config
+    compiles = program.compile if settled.method == "full" else (False,)
+    return msgspec.structs.replace(program, loaded=loaded, settled=settled, compile=compiles)
 
 
 def resized(program: TrainingProgram, changes: dict[str, KeyValue], device: Device) -> TrainingProgram:
@@ -283,9 +295,23 @@ def nearly_rows(programs: dict[str, TrainingProgram], asked: str, has_bf16: bool
     if ours.optimizer == "adamw":
         effect = "Adam's moments in 8 bits, block by block; on par in its authors' runs (arXiv 2110.02861)"
         yield SearchRow("8-bit Adam", last, {"optimizer": "adamw8bit"}, "nearly", effect)
+    if ours.method != "full":
+        yield from _adapters(program)
+        return
     if ours.autocast and has_bf16 and ours.dtype != "float32" and "autocast" in keys_read(ours):
         effect = "weights keep 8 significant bits: small updates are lost late in the run, so the final loss is worse"
         yield SearchRow("bfloat16 throughout", last, {"dtype": "bfloat16", "autocast": False}, "nearly", effect)
+
+
+def _adapters(program: TrainingProgram) -> Iterator[SearchRow]:
+    """What changes the arithmetic of a fine-tuning a little: smaller adapters' numbers, a quantized base."""
+    config, key = program.settled, program.key
+    if config.adapter_dtype == "float32" and config.dtype == "bfloat16":
+        effect = "adapters keep 8 significant bits: small updates are lost late in the run"
+        yield SearchRow("adapters in bfloat16", key, {"adapter_dtype": "bfloat16"}, "nearly", effect)
+    if config.method == "lora" and config.quantization == "off" and config.model_type not in MIXTURES:
+        effect = "the base in 4 bits (NF4, its scales quantized too); on par in its authors' runs (arXiv 2305.14314)"
+        yield SearchRow("QLoRA", key, {"method": "qlora"}, "nearly", effect)
 
 
 def together(rows: Sequence[SearchRow]) -> SearchRow | None:
@@ -308,11 +334,19 @@ def different_rows(program: TrainingProgram) -> Iterator[SearchRow]:
         fewer = f"{_tokens(size, config.batch_size)} in as many steps"
         effect = f"noisier gradients ({counted(sequences, 'sequence')} a step) and {fewer}"
         yield SearchRow(name, key, {"batch_size": size}, "different", effect)
-    layers = config.n_layer * 3 // 4
+    if config.method != "full" and config.lora_rank > 1:
+        effect = "smaller adapters: they can learn less"
+        yield SearchRow("half the rank", key, {"lora_rank": config.lora_rank // 2}, "different", effect)
+    elif key in TRANSFORMERS and config.model_type not in MIXTURES:
+        effect = "all but small adapters stays as it is loaded: a fine-tuning"
+        for method, name in (("lora", "LoRA"), ("qlora", "QLoRA")):
+            changes: dict[str, KeyValue] = {"method": method, "compile": False}
+            yield SearchRow(name, key, changes, "different", effect)
+    layers = config.n_layer * 3 // 4 if config.method == "full" else 0
     if 0 < layers < config.n_layer:
         yield SearchRow("fewer layers", key, shallower(config, layers), "different", "a smaller model: it learns less")
     narrower = config.n_embd * 2 // 3 // HEAD_SIZE * HEAD_SIZE
-    if 0 < narrower < config.n_embd:
+    if 0 < narrower < config.n_embd and config.method == "full":
         effect = "a smaller model: it learns less"
         yield SearchRow("narrower", key, of_width(config, narrower), "different", effect)
     if config.block_size >= 2:

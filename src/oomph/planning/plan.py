@@ -255,7 +255,8 @@ def _described(config: TrainConfig, device: Device) -> _Built:
 @lru_cache(maxsize=4)  # the same steps answer many questions: another card, a price, a longer run
 def _steps(config: TrainConfig, on_gpu: bool, capability: tuple[int, int] | None, threads: int | None) -> _Built:
     first, later = (steps.build(config, on_gpu, first, capability, threads=threads) for first in (True, False))
-    return _Built(params.parameters(config), (first, later))
+    parameters = params.parameters(config)
+    return _Built(parameters, (first, later), frozen=frozenset(p.name for p in parameters if not p.trained))
 
 
 def _blocks(step: Step) -> int:

@@ -10,7 +10,7 @@ from oomph.fitting.propose import MAKES_ROOM
 from oomph.fitting.result import Fit, Option
 from oomph.fitting.verdict import PATCH, WHY_SAFE
 from oomph.report import document as doc
-from oomph.report.plan import heading, memory_bar
+from oomph.report.plan import METHOD_NAMES, heading, memory_bar
 from oomph.units import count, counted
 
 SECTIONS = {
@@ -113,6 +113,8 @@ def describe(option: Option | CardOption) -> str:
     """An option in few words: the batch, and what else is new."""
     config = option.plan.config
     said = [word for key, word in _words(config).items() if key in option.changes]
+    if "method" in option.changes:
+        said.remove(_words(config)["adapter_dtype"])
     if config.trainer == "oomph" and config.loss_chunk != usual_loss_chunk(config):  # oomph's own default needs no word
         said.append(f"loss by {config.loss_chunk}" if config.loss_chunk else "loss at once")
     return ", ".join([f"{config.batch_size} × {config.gradient_accumulation_steps}", *said])
@@ -126,6 +128,9 @@ def _words(config: TrainConfig) -> dict[str, str]:
         "block_size": f"block {config.block_size}",
         "compile": "compiled" if config.compile else "not compiled",
         "checkpoint_layers": f"{counted(config.checkpoint_layers, 'block')} checkpointed",
+        "method": METHOD_NAMES.get(config.method, "all weights"),
+        "lora_rank": f"rank {config.lora_rank}",
+        "adapter_dtype": f"adapters in {config.adapter_dtype}",
         "optimizer": config.optimizer,
         "optimizer_loop": f"{config.optimizer_loop} optimizer",
         "dtype": config.dtype or "",

@@ -210,11 +210,24 @@ def _title(plan: Plan) -> str:
     return f"{name}, {size} parameters: {shape}, block {config.block_size}, vocab {config.vocab_size:,}"
 
 
+METHOD_NAMES = {"lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA"}
+
+
+def _method(plan: Plan) -> str:
+    """ "QLoRA of rank 16 on q_proj, v_proj over nf4: 7.67 M trained" """
+    config, model = plan.config, plan.model
+    targets = ", ".join(part.strip() for part in (config.lora_targets or "").split(","))
+    base = f" over {config.quantization}" if config.quantization != "off" else ""
+    trained = count(model.params - model.params_frozen)
+    return f"{METHOD_NAMES[config.method]} of rank {config.lora_rank} on {targets}{base}: {trained} trained"
+
+
 def _setting(plan: Plan) -> str:
     config = plan.config
     devices = f" on {config.world_size} devices" if config.world_size > 1 else ""
     extras = [f"first {counted(config.checkpoint_layers, 'block')} checkpointed"] if config.checkpoint_layers else []
     extras += [f"dropout {config.dropout:g}"] if config.dropout else []
+    extras += [_method(plan)] if config.method != "full" else []
     how = "compiled" if config.compile else "eager"
     return ", ".join(
         [

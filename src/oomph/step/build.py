@@ -14,7 +14,7 @@ from oomph.step import loop
 from oomph.step.compile import programs
 from oomph.step.kernels import RANDOM_STATE_BYTES
 from oomph.step.ops import Buffer, Kind, Op, Phase, Section, Step
-from oomph.step.parameters import Parameter, parameters
+from oomph.step.parameters import Parameter, trained
 
 _CUBLAS_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024  # CUBLAS_WORKSPACE_CONFIG's default, ":4096:2:16:8"
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # torch/nn/parallel/distributed.py
@@ -71,7 +71,7 @@ def build(
     step = Step((*step.resident, *held), step.sections)
     if config.trainer == "oomph" and not cuda:
         step = _with_random_state(step)
-    buckets = gradient_buckets(config, parameters(config) if config.world_size > 1 else ())
+    buckets = gradient_buckets(config, trained(config) if config.world_size > 1 else ())
     return Step((*step.resident, *buckets), step.sections) if buckets else step
 
 

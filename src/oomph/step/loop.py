@@ -21,12 +21,13 @@ from oomph.step.models.gpt2 import attends_by_hand
 from oomph.step.nanochat_optimizer import NanochatOptimizer
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step, copied, exchanged
 from oomph.step.optimizer import Optimizer
-from oomph.step.parameters import parameters
+from oomph.step.parameters import parameters, trained
 from oomph.step.precision import precision
 from oomph.step.tensor.autograd import run_backward
 from oomph.step.tensor.casts import to
 from oomph.step.tensor.elementwise import scale
 from oomph.step.tensor.layout import ITEM_BYTES
+from oomph.step.tensor.quantized import stored
 from oomph.step.tensor.tape import Module, Tape
 from oomph.step.tensor.tensor import Storage, Tensor
 
@@ -166,6 +167,8 @@ class TrainerLoop(Loop):
         loss = self._compute_loss(self.batch)
         tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
         self._run_backward(loss)
+        del loss
+        tape.kept_inputs = []
 
     def _compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         logits, loss = self._forward(batch)
@@ -202,6 +205,8 @@ class PlainLoop(Loop):
         self._leave_autocast()
         tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
         self._run_backward(loss)
+        self.cache = [*self.cache, *tape.kept_inputs]
+        tape.kept_inputs = []
 
 
 class NanochatLoop(Loop):
@@ -340,7 +345,7 @@ def build(
         later = Section("evaluation, later batches", batches[1], 2 * config.eval_iters - 1)
         evaluating = [Section("evaluation, first batch", batches[0]), later]
     own = NanochatOptimizer if config.trainer == "nanochat" else Optimizer
-    optimizer = own(config, cuda, parameters(config))
+    optimizer = own(config, cuda, trained(config))
     resident, micro_steps = training(optimizer, micro_step(alike, cuda, threads), count, first)
     sections = [*evaluating, *micro_steps] if first else [*micro_steps, *evaluating]
     return Step((*model_buffers(config, cuda), *resident), tuple(sections))
@@ -349,8 +354,15 @@ def build(
 def model_buffers(config: TrainConfig, cuda: bool) -> list[Buffer]:
     """The model's parameters and buffers."""
     dtypes = precision(config, cuda)
-    items = {name: ITEM_BYTES[weight.dtype] for name, weight in models.weights(config, dtypes).items()}
-    found = [Buffer(p.name, p.numel * items[p.name], Kind.PARAMETERS, p.block) for p in parameters(config)]
+    weights = models.weights(config, dtypes)
+    found: list[Buffer] = []
+    for p in parameters(config):
+        how = weights[p.name].quantization
+        if how is None:
+            found.append(Buffer(p.name, p.numel * ITEM_BYTES[weights[p.name].dtype], Kind.PARAMETERS, p.block))
+        else:
+            parts = stored(how, p.shape)
+            found += [Buffer(f"{p.name}.{part}", size, Kind.PARAMETERS, p.block) for part, size in parts]
     found += [Buffer(name, size, Kind.PARAMETERS) for name, size in models.buffers(config, dtypes)]
     if attends_by_hand(config):
         triangle_bytes = config.block_size**2 * dtypes.weight_bytes

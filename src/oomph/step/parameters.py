@@ -14,6 +14,7 @@ from oomph.config.schema import TRANSFORMERS, TrainConfig
 from oomph.step import models
 
 _GROUPS = (  # by what a parameter's name contains, the first that fits
+    (".lora_", "adapters"),
     ("wte.", "token embedding"),
     ("embed_tokens.", "token embedding"),
     ("embed_in.", "token embedding"),
@@ -41,6 +42,7 @@ class Parameter(msgspec.Struct, frozen=True):
     name: str
     shape: tuple[int, ...]
     decayed: bool  # nanoGPT decays tensors of two dimensions and more
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -55,7 +57,18 @@ class Parameter(msgspec.Struct, frozen=True):
 
 def parameters(config: TrainConfig) -> tuple[Parameter, ...]:
     """Every parameter tensor of the model, in the order of `named_parameters()`."""
-    return tuple([Parameter(name, shape, len(shape) >= 2) for name, shape in models.parameters(config)])
+    full = config.method == "full"
+    return tuple(
+        [
+            Parameter(name, shape, len(shape) >= 2, full or models.is_adapter(name))
+            for name, shape in models.parameters(config)
+        ]
+    )
+
+
+def trained(config: TrainConfig) -> tuple[Parameter, ...]:
+    """Those of them that are trained."""
+    return tuple([parameter for parameter in parameters(config) if parameter.trained])
 
 
 def count_nanogpt(config: TrainConfig) -> int:
@@ -90,18 +103,19 @@ def _group(name: str) -> str:
 
 
 def flops_per_token(config: TrainConfig) -> int:
-    """6N + 12·H·Q·T for each block: forward and backward, attention counted in full.
+    """6N + 12·H·Q·T for each block: forward and backward, attention counted in full; 4 of a weight that is frozen.
 
     N is what multiplies a token: nanoGPT counts all but the position embeddings; elsewhere tables that are only looked
     up are left out too. Of a mixture's experts those that a token visits count.
     """
-    return 6 * _multiplied(config) + 12 * _attended(config) * sum(_windows(config))
+    return _products(config) + 12 * _attended(config) * sum(_windows(config))
 
 
-def _multiplied(config: TrainConfig) -> int:
+def _products(config: TrainConfig) -> int:
+    """FLOPs per token of the products with weights: forward, the input's gradient, and that of a trained weight."""
     if config.model_type == "gpt2" and config.trainer not in TRANSFORMERS:
-        return count_nanogpt(config)
-    return sum(_visits(config, parameter) for parameter in parameters(config))
+        return 6 * count_nanogpt(config)
+    return sum((6 if each.trained else 4) * _visits(config, each) for each in parameters(config))
 
 
 def _visits(config: TrainConfig, parameter: Parameter) -> int:
@@ -127,4 +141,4 @@ def _windows(config: TrainConfig) -> list[int]:
 
 def flops_per_token_causal(config: TrainConfig) -> int:
     """As `flops_per_token`, with attention only to the tokens before: (T + 1) / 2 of T on average."""
-    return 6 * _multiplied(config) + 6 * _attended(config) * sum(window + 1 for window in _windows(config))
+    return _products(config) + 6 * _attended(config) * sum(window + 1 for window in _windows(config))

@@ -11,14 +11,15 @@ from oomph.step.tensor.layout import HALVES, ITEM_BYTES
 class Precision(NamedTuple):
     """The dtypes of a program."""
 
-    weights: str  # of parameters, gradients and the optimizer's state
+    weights: str  # of trained parameters, gradients and the optimizer's state
     autocast: str | None  # what autocast computes in; None: it is off
     activations: str | None = None  # where a model casts its weights itself: to this; None: it does not
+    frozen: str | None = None  # of parameters that are not trained; None: all are
 
     @property
     def compute(self) -> str:
         """The dtype of matrix products."""
-        return self.autocast or self.activations or self.weights
+        return self.autocast or self.activations or self.frozen or self.weights
 
     @property
     def weight_bytes(self) -> int:
@@ -39,6 +40,9 @@ def precision(config: TrainConfig, cuda: bool) -> Precision:
     dtype = config.dtype or "float32"
     if config.trainer == "nanochat":
         return Precision("float32", None, dtype)
+    if config.method != "full":
+        autocast = dtype if config.autocast and dtype in HALVES else None
+        return Precision(config.adapter_dtype or "float32", autocast, frozen=config.base_dtype or dtype)
     if dtype not in HALVES:
         return Precision("float32", None)
     if not config.autocast:

@@ -24,7 +24,7 @@ from oomph.step.models.gpt2 import attends_by_hand
 from oomph.step.nanochat_optimizer import NanochatOptimizer
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Step, exchanged
 from oomph.step.optimizer import Optimizer
-from oomph.step.parameters import parameters
+from oomph.step.parameters import trained
 from oomph.step.precision import precision
 from oomph.step.tensor.autograd import Leaf, run_backward
 from oomph.step.tensor.loss import chunked_cross_entropy
@@ -62,7 +62,7 @@ def build(
     loop = (CompiledNanochatLoop if is_nanochat else CompiledLoop)(
         found, micro_steps, 2 * config.eval_iters, keeps_outputs(config)
     )
-    optimizer = (NanochatOptimizer if is_nanochat else Optimizer)(config, cuda, parameters(config))
+    optimizer = (NanochatOptimizer if is_nanochat else Optimizer)(config, cuda, trained(config))
     return loop.step(optimizer, model_buffers(config, cuda), first)
 
 

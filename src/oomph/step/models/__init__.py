@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from oomph.config.schema import TRANSFORMERS
-from oomph.step.models import gpt2, gpt2_hf, gpt_neox, llama, nanochat, opt
+from oomph.step.models import gpt2, gpt2_hf, gpt_neox, llama, lora, nanochat, opt
 from oomph.step.precision import Precision
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.tape import Module, Weight
@@ -29,11 +29,19 @@ def _home(config: Any) -> Any:
 def parameters(config: Any) -> Iterable[tuple[str, Shape]]:
     """Names and shapes of the model's parameters, in the order of `named_parameters()`."""
     found: Iterable[tuple[str, Shape]] = _home(config).parameters(config)
-    return found
+    return found if config.method == "full" else lora.with_adapters(config, found)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is an adapter's."""
+    return lora.ADAPTER in name
 
 
 def weights(config: Any, precision: Precision) -> dict[str, Weight]:
     """The model's parameters as the program keeps them."""
+    if precision.frozen is not None:
+        kept = precision.weights, precision.frozen
+        return {name: lora.weight(config, name, shape, *kept) for name, shape in parameters(config)}
     is_table: Callable[[str], bool] = getattr(_home(config), "is_table", lambda _: False)
     table = precision.weights if precision.is_scaled else precision.compute  # a GradScaler takes no half gradients
     return {name: Weight(shape, table if is_table(name) else precision.weights) for name, shape in parameters(config)}
@@ -54,7 +62,8 @@ def forward(config: Any) -> Forward:
 def kinds(config: Any) -> list[Hashable]:
     """What tells a model's blocks apart, block by block."""
     own: Sequence[Hashable] = getattr(_home(config), "kinds", lambda c: [0] * c.n_layer)(config)
-    return [(kind, index < config.checkpoint_layers) for index, kind in enumerate(own)]
+    frozen = config.method != "full" and not config.checkpoint_layers  # then the first block's input has no gradient
+    return [(kind, index < config.checkpoint_layers, frozen and not index) for index, kind in enumerate(own)]
 
 
 def windows(config: Any) -> list[int | None]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from oomph.config.schema import NEWEST_TRANSFORMERS, release
+from oomph.step.models.lora import linear
 from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor.attention import FLASH_HEAD_SIZE, attend, repeat_heads, softmax
 from oomph.step.tensor.casts import to
@@ -17,7 +18,7 @@ from oomph.step.tensor.checkpoint import checkpoint
 from oomph.step.tensor.elementwise import add, dropout, mul, neg, pointwise, scale, squashed
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import cross_entropy, enter_loss
-from oomph.step.tensor.products import linear, matmul
+from oomph.step.tensor.products import matmul
 from oomph.step.tensor.tape import Module, Tape, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import cat, contiguous, part, reshape, transpose, unsqueeze
@@ -262,8 +263,10 @@ def remembered(m: Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def attention_interface(m: Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """transformers' sdpa or eager attention: (batch, tokens, heads, head size), contiguous."""
+def attention_interface(
+    m: Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' sdpa or eager attention: (batch, tokens, heads, head size), contiguous; and eager's weights."""
     c, tape = m.config, m.tape
     groups = q.shape[1] // k.shape[1]
     version = release(c.transformers_version)
@@ -278,7 +281,7 @@ def attention_interface(m: Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
         attn_output = attend(q, k, v, kernel=c.attention, rate=c.attention_dropout or 0.0, mask=mask)
         attn_output = contiguous(transpose(attn_output, 1, 2))
         tape.kind = outer
-        return attn_output
+        return attn_output, None
     key_states, value_states = repeat_heads(k, groups), repeat_heads(v, groups)
     weights = scale(matmul(q, transpose(key_states, 2, 3)))
     weights = scale(weights, "div")
@@ -291,4 +294,4 @@ def attention_interface(m: Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     attn_output = matmul(weights, value_states)
     attn_output = contiguous(transpose(attn_output, 1, 2))
     tape.kind = outer
-    return attn_output
+    return attn_output, weights

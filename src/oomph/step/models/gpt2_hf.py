@@ -16,11 +16,11 @@ from oomph.step.models.common import (
     remembered,
     run_layer,
 )
+from oomph.step.models.lora import conv1d, require_grads
 from oomph.step.tensor.elementwise import activate, add, dropout
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.norms import layer_norm
-from oomph.step.tensor.products import conv1d
 from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, reshape, split
@@ -70,7 +70,7 @@ def decoder(m: Module, ids: Tensor) -> Tensor:
     """GPT2Model.forward, which holds both embeddings to its end."""
     c, tape = m.config, m.tape
     batch, tokens = ids.shape
-    inputs_embeds = embedding(m / "wte", ids)
+    inputs_embeds = require_grads(m, embedding(m / "wte", ids))
     position_ids = positions(tape, tokens)
     position_embeds = embedding(m / "wpe", position_ids)
     hidden_states = add(inputs_embeds, position_embeds)
@@ -107,7 +107,7 @@ def attention(m: Module, x: Tensor, mask: Tensor | None) -> Tensor:
     value = heads(value, size)
     query = heads(query, size)
     key, value = remembered(m, key, value)
-    attn_output = attention_interface(m, query, key, value, mask)
+    attn_output, _ = attention_interface(m, query, key, value, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape))
     attn_output = conv1d(m / "c_proj", attn_output)
     return dropout(attn_output, m.config.dropout)

@@ -17,11 +17,11 @@ from oomph.step.models.common import (
     run_layer,
     with_bias,
 )
+from oomph.step.models.lora import linear, require_grads
 from oomph.step.tensor.elementwise import activate, add, dropout
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.norms import layer_norm
-from oomph.step.tensor.products import linear
 from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, reshape, split, transpose
@@ -54,7 +54,7 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def decoder(m: Module, ids: Tensor) -> Tensor:
     """GPTNeoXModel.forward."""
     c, tape, (batch, tokens) = m.config, m.tape, ids.shape
-    inputs_embeds = embedding(m / "embed_in", ids)
+    inputs_embeds = require_grads(m, embedding(m / "embed_in", ids))
     position_ids = positions(tape, tokens)
     mask = causal_mask(c, tape, batch, tokens, inputs_embeds.dtype, False)
     hidden_states = dropout(inputs_embeds, c.dropout)
@@ -93,7 +93,7 @@ def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | Non
     query_states, key_states, value_states = split(qkv, [size] * 3)
     query_states, key_states = rotate(m.config, query_states, key_states, cos, sin)
     key_states, value_states = remembered(m, key_states, value_states)
-    attn_output = attention_interface(m, query_states, key_states, value_states, mask)
+    attn_output, _ = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape))
     return linear(m / "dense", attn_output)
 

@@ -25,6 +25,7 @@ from oomph.step.models.common import (
     rotate,
     run_layer,
 )
+from oomph.step.models.lora import linear, require_grads
 from oomph.step.tensor.casts import to
 from oomph.step.tensor.elementwise import (
     activate,
@@ -38,8 +39,7 @@ from oomph.step.tensor.elementwise import (
 )
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
-from oomph.step.tensor.products import linear
-from oomph.step.tensor.tape import Module, Tape, forward
+from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, part, reshape, split, transpose
 
@@ -118,7 +118,8 @@ def decoder(m: Module, ids: Tensor) -> Tensor:
     c, tape = m.config, m.tape
     inputs_embeds = embedding(m / "embed_tokens", ids)
     if c.model_type in GEMMAS:
-        inputs_embeds = mul(inputs_embeds, _embed_scale(tape, inputs_embeds.dtype))
+        inputs_embeds = mul(inputs_embeds, tape.buffer("embed_scale", (), inputs_embeds.dtype))
+    inputs_embeds = require_grads(m, inputs_embeds)
     position_ids = positions(tape, ids.shape[1])
     seen = [False, True] if c.model_type in GEMMAS else [kinds(c)[0]]  # of masks: full, sliding
     batch, tokens = ids.shape
@@ -140,12 +141,6 @@ def decoder(m: Module, ids: Tensor) -> Tensor:
 def kinds(c: Any) -> list[bool]:
     """Whether each block sees a window only."""
     return windowed(c)
-
-
-def _embed_scale(tape: Tape, dtype: str) -> Tensor:
-    """A buffer of one number, cast to the embedding's dtype."""
-    one = tape.buffer("embed_scale", (), "float32")
-    return tape.cast(one, dtype) if dtype != "float32" else one
 
 
 @forward
@@ -179,7 +174,7 @@ def block(m: Module, hidden_states: Tensor, cos: Tensor, sin: Tensor, mask: Tens
     residual = hidden_states
     if kind != "olmo2":
         hidden_states = norm(m / "input_layernorm", hidden_states)
-    hidden_states = attention(m / "self_attn", hidden_states, cos, sin, mask)
+    hidden_states, _weights = attention(m / "self_attn", hidden_states, cos, sin, mask)
     if kind in GEMMAS or kind == "olmo2":
         hidden_states = norm(m / "post_attention_layernorm", hidden_states)
     hidden_states = add(residual, dropout(hidden_states, rate) if kind == "phi3" else hidden_states)
@@ -205,14 +200,14 @@ def mlp(m: Module, x: Tensor) -> Tensor:
 
 
 @forward
-def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-    """LlamaAttention.forward."""
+def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """LlamaAttention.forward: its output, and attention's weights where they are stored, which the block holds."""
     query_states, key_states, value_states = projections(m, x)
     query_states, key_states = rotate(m.config, query_states, key_states, cos, sin)
     key_states, value_states = remembered(m, key_states, value_states)
-    attn_output = attention_interface(m, query_states, key_states, value_states, mask)
+    attn_output, attn_weights = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape[:2], attn_output.shape[2] * attn_output.shape[3]))
-    return linear(m / "o_proj", attn_output)
+    return linear(m / "o_proj", attn_output), attn_weights
 
 
 def projections(m: Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

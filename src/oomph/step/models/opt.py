@@ -15,12 +15,12 @@ from oomph.step.models.common import (
     run_layer,
     with_bias,
 )
+from oomph.step.models.lora import linear, require_grads
 from oomph.step.ops import Kind
 from oomph.step.tensor.elementwise import activate, add, dropout, scale
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.norms import layer_norm
-from oomph.step.tensor.products import linear
 from oomph.step.tensor.tape import Module, Tape, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, reshape
@@ -65,7 +65,7 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def decoder(m: Module, ids: Tensor) -> Tensor:
     """OPTDecoder.forward, which holds its embeddings and positions to its end."""
     c, tape, (batch, tokens) = m.config, m.tape, ids.shape
-    inputs_embeds = embedding(m / "embed_tokens", ids)
+    inputs_embeds = require_grads(m, embedding(m / "embed_tokens", ids))
     position_attention_mask, position_ids = _positions(tape, batch, tokens)
     mask = causal_mask(c, tape, batch, tokens, inputs_embeds.dtype, False, packed=False)
     pos_embeds = _embed_positions(m / "embed_positions", position_ids)
@@ -143,6 +143,6 @@ def attention(m: Module, x: Tensor, mask: Tensor | None) -> Tensor:
     key_states = heads(key_states, size)
     value_states = heads(value_states, size)
     key_states, value_states = remembered(m, key_states, value_states)
-    attn_output = attention_interface(m, query_states, key_states, value_states, mask)
+    attn_output, _ = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape))
     return linear(m / "out_proj", attn_output)

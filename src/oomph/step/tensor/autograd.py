@@ -97,6 +97,24 @@ def _accumulate(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     return ()
 
 
+class InputLeaf(Node):
+    """AccumulateGrad of an activation that was made to need a gradient: holds both for as long as the graph lives."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x.tape, _hold, ())
+        self.seq = inf
+        self.shapes, self.dtypes, self.storage = [x.shape], [x.dtype], x.storage
+
+
+def _hold(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+    assert isinstance(node, InputLeaf) and grads[0] is not None
+    node.tape.note("grad", Kernel.NONE)
+    node.tape.kept_inputs += [node.storage, grads[0].storage]
+    return ()
+
+
 def run_backward(*roots: tuple[Tensor, Tensor]) -> None:
     """Run the graph that made the roots, each with its gradient, letting it go on the way."""
     tape = roots[0][0].tape

@@ -128,6 +128,13 @@ def shift(x: Tensor) -> Tensor:
     return node.attach(out) if node else out
 
 
+def clone(x: Tensor) -> Tensor:
+    """A copy."""
+    node = x.tape.node(pass_on, x)
+    out = pointwise("clone", x)
+    return node.attach(out) if node else out
+
+
 def neg(x: Tensor) -> Tensor:
     """-x."""
     return scale(x, "neg")

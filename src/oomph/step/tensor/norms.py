@@ -19,11 +19,13 @@ from oomph.step.tensor.tensor import Tensor
 def layer_norm(module: Module, x: Tensor) -> Tensor:
     """F.layer_norm: keeps its input and each row's mean and deviation. Autocast's is float32 on a GPU."""
     tape = x.tape
+    bias = module.maybe("bias")
+    bias = autocast_float32(bias) if bias is not None else None
+    weight = autocast_float32(module.parameter("weight"))
     x = autocast_float32(x)
-    weight, bias = module.parameter("weight"), module.maybe("bias")
     node = tape.node(_layer_norm_backward, x, weight, bias)
     if node:
-        node.save(x)
+        node.save(x, weight, *([bias] if bias is not None else []))
     rows, item = x.numel // x.shape[-1], ITEM_BYTES[x.dtype]
     statistic = 4 if tape.cuda else item
     sizes = (("out", x.bytes), ("mean", rows * statistic), ("rstd", rows * statistic))

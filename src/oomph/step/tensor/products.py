@@ -76,7 +76,8 @@ def _input_grad(node: Node, grad: Tensor) -> Tensor:
     shape = node.shapes[1]
     inputs, outputs = shape[-1], grad.shape[-1]
     storage = node.tape.product("dx", 1, grad.numel // outputs, inputs, outputs, grad.dtype, node.tape.kind)
-    return node.tape.tensor(storage, (grad.numel // outputs, inputs), grad.dtype).seen(shape, contiguous_strides(shape))
+    dx = node.tape.tensor(storage, (grad.numel // outputs, inputs), grad.dtype)
+    return dx if len(shape) == 2 else dx.seen(shape, contiguous_strides(shape))
 
 
 def _weight_grad(node: Node, grad: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """
     node = x.tape.node(_grouped_backward, x, weight)
     if node:
-        node.save(x, weight, offsets)
+        node.save(*([x] if node.needs(1) else []), *([weight] if node.needs(0) else []), offsets)
     rows, inputs = x.shape
     outputs = weight.shape[1]
     out = x.tape.tensor(_grouped(x, "", rows, outputs, inputs, rows, outputs), (rows, outputs), x.dtype)

@@ -14,15 +14,18 @@ from oomph.step.tensor.tensor import Ledger, Storage, Tensor
 
 if TYPE_CHECKING:
     from oomph.step.tensor.checkpoint import Frame
+    from oomph.step.tensor.quantized import Quantization
 
 
 class Weight:
-    """A parameter of the model: its shape, its dtype, and whether it is trained."""
+    """A parameter of the model: its shape, its dtype, whether it is trained, and how it is quantized, if it is."""
 
-    __slots__ = ("dtype", "shape", "trained")
+    __slots__ = ("dtype", "quantization", "shape", "trained")
 
-    def __init__(self, shape: Shape, dtype: str, trained: bool = True) -> None:
-        self.shape, self.dtype, self.trained = shape, dtype, trained
+    def __init__(
+        self, shape: Shape, dtype: str, trained: bool = True, quantization: Quantization | None = None
+    ) -> None:
+        self.shape, self.dtype, self.trained, self.quantization = shape, dtype, trained, quantization
 
 
 class Tape:
@@ -53,6 +56,9 @@ class Tape:
         self.compiles_loss = False  # a chunked loss runs inductor's kernels between its products
         self.grads: dict[str, Storage | None] = {}
         self.cache: list[Storage | None] = []  # keys and values that the model returns beside its logits
+        self.kept_inputs: list[
+            Storage | None
+        ] = []  # activations that need a gradient, and these, while the graph lives
         self.scope = ""  # the module whose forward or backward runs
         self.kind = Kind.ACTIVATIONS  # of what is made where nothing else is said
         self._seq = 0
