@@ -52,7 +52,7 @@ def fitting_together(drawn: dict[str, Any]) -> dict[str, Any]:
     if model != "gpt2" or trainer in ("hf", "torch"):
         program = "torch" if trainer == "torch" else "hf"
         eager = {"compile": False} if program == "torch" else {"zero_grad": "after_step"}
-        full = drawn.get("method", "full") == "full" or model in MIXTURES
+        full = drawn.get("method") in (None, "full", "dora") or model in MIXTURES
         base = {"method": "full", "quantization": None} if full else {"quantization": "nf4", "compile": False}
         return {"trainer": program, "max_position_embeddings": None, "block_size": 512, **attention, **eager, **base}
     return {"intermediate_size": None, **attention, **ours}

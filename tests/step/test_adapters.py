@@ -37,6 +37,14 @@ def test_described_adapters_are_the_trace(family: str, precision: str, cuda: boo
     assert not difference(Hf(family, lora=lora), cuda, precision)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
+def test_described_dora_is_the_trace(family: str, checkpoint: bool, dropout: float) -> None:
+    lora = {"r": 4, "target_modules": "all-linear", "lora_dropout": dropout, "use_dora": True}
+    assert not difference(Hf(family, kv_heads=2, checkpoint=checkpoint, lora=lora), True, "loaded")
+
+
 @st.composite
 def adapted(draw: st.DrawFn) -> Hf:
     """A small model with adapters."""
@@ -44,6 +52,7 @@ def adapted(draw: st.DrawFn) -> Hf:
     heads = draw(st.sampled_from([1, 2, 4]))
     grouped = family not in ("gpt2", "gpt_neox", "opt")
     lora: dict[str, Any] = {"r": draw(st.integers(1, 9)), "lora_dropout": draw(st.sampled_from([0.0, 0.1]))}
+    lora["use_dora"] = family != "gpt2" and draw(st.booleans())
     wanted = [FAMILIES[family], "all-linear"]
     return Hf(
         family,
@@ -81,9 +90,12 @@ def test_many_adapters_are_traces(model: Hf, cuda: bool, precision: str) -> None
     ("precision", "checkpoint"),
     [*((precision, False) for precision in PRECISIONS), ("float32", True), ("bfloat16", True)],
 )
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_cpu_trace_of_adapters_is_what_the_profiler_sees(family: str, precision: str, checkpoint: bool) -> None:
-    lora = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}
+def test_a_cpu_trace_of_adapters_is_what_the_profiler_sees(
+    family: str, dora: bool, precision: str, checkpoint: bool
+) -> None:
+    lora = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "use_dora": dora}
     width = 128 if checkpoint else 64
     model = Hf(family, kv_heads=2, width=width, ffn=2 * width, checkpoint=checkpoint, lora=lora)
     seen = peak(model.profiled(precision, micro_steps=2))

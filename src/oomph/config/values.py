@@ -223,6 +223,12 @@ def _adapters(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValu
     if method == "qlora" and quantization == "off":
         what, allowed = "qlora quantizes its base", "quantization = 'nf4', or method = 'lora'"
         return [_problem("quantization", values, what, "off", allowed)]
+    if method == "dora" and quantization not in (None, "off"):
+        what, allowed = "DoRA on a quantized base is not described", "method = 'qlora', or quantization = 'off'"
+        return [_problem("quantization", values, what, str(quantization), allowed)]
+    if method == "dora" and valid.get("model_type") == "gpt2":
+        what, allowed = "DoRA on GPT-2's Conv1D layers is not described", "method = 'lora'"
+        return [_problem("method", values, what, "model_type = 'gpt2'", allowed)]
     targets = valid.get("lora_targets")
     names = [part.strip() for part in targets.split(",")] if isinstance(targets, str) else []
     if valid.get("model_type") in MIXTURES and not set(names).isdisjoint(_OF_EXPERTS):

@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from oomph.step.ops import Kind
+from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor import products, quantized
 from oomph.step.tensor.autograd import InputLeaf
-from oomph.step.tensor.casts import to
-from oomph.step.tensor.elementwise import add, clone, dropout, scale
+from oomph.step.tensor.casts import autocast_float32, to
+from oomph.step.tensor.elementwise import add, clone, dropout, mul, scale, shift, sub
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.quantized import Quantization
 from oomph.step.tensor.tape import Module, Weight, forward
 from oomph.step.tensor.tensor import Tensor
+from oomph.step.tensor.views import reshape, transpose
 
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
 ADAPTER = ".lora_"  # in the name of an adapter's parameter, and in no other
@@ -41,6 +42,8 @@ def with_adapters(c: Any, parameters: Iterable[tuple[str, Shape]]) -> Iterator[t
             outputs, inputs = reversed(matrix) if _is_transposed(module) else matrix
             yield f"{module}.lora_A.weight", (c.lora_rank, inputs)
             yield f"{module}.lora_B.weight", (outputs, c.lora_rank)
+            if c.method == "dora":
+                yield f"{module}.lora_magnitude_vector.weight", (outputs,)
 
 
 def weight(c: Any, name: str, shape: Shape, adapter_dtype: str, base_dtype: str) -> Weight:
@@ -110,7 +113,7 @@ def _adapted(m: Module, x: Tensor, base_layer: Callable[[Module, Tensor], Tensor
         return result
     dtype = result.dtype
     x = to(x, adapter.dtype)
-    result = add(result, _through_adapters(m, x))
+    result = _dora(m, x, result) if m.config.method == "dora" else add(result, _through_adapters(m, x))
     return to(result, dtype)
 
 
@@ -131,3 +134,43 @@ def _beside_quantized(m: Module, x: Tensor, kind: str, adapter: Weight | None) -
 
 def _through_adapters(m: Module, x: Tensor) -> Tensor:
     return scale(products.linear(m / "lora_B", products.linear(m / "lora_A", dropout(x, m.config.lora_dropout))))
+
+
+def _dora(m: Module, x: Tensor, result: Tensor) -> Tensor:
+    """DoraLinearVariant.forward: with dropout the base is computed again, of what is left of its input."""
+    rate = m.config.lora_dropout if m.tape.training else 0.0
+    base_result = None if rate else result
+    x = dropout(x, rate)
+    return add(result, _with_magnitude(m, x, base_result))
+
+
+@forward
+def _with_magnitude(m: Module, x: Tensor, base_result: Tensor | None) -> Tensor:
+    """DoraLinearLayer.forward: what is to be added for weights of the magnitudes that are learned."""
+    lora_weight = to(_lora_weight(m), x.dtype)
+    weight = to(m.parameter("weight"), x.dtype)
+    weight_norm = _weight_norm(weight, lora_weight.detach())
+    magnitude = m.parameter("lora_magnitude_vector.weight")
+    mag_norm_scale = reshape(mul(magnitude, weight_norm), 1, magnitude.shape[0])  # divided by it
+    lora_result = products.linear(m / "lora_B", products.linear(m / "lora_A", x))
+    if base_result is None:
+        base_result = products.linear(m / "base", x, weight)  # without its bias
+    elif (bias := m.maybe("bias")) is not None:
+        base_result = sub(base_result, bias)
+    return add(mul(shift(mag_norm_scale), base_result), scale(mul(mag_norm_scale, lora_result)))
+
+
+def _lora_weight(m: Module) -> Tensor:
+    """The adapters' product, as what they make of a unit matrix."""
+    adapter = m.tape.weights[f"{m.name}.lora_A.weight"]
+    inputs = adapter.shape[1]
+    x_eye = m.tape.made("eye", (inputs, inputs), adapter.dtype)
+    lora_weight = products.linear(m / "lora_B", products.linear(m / "lora_A", x_eye))
+    return transpose(lora_weight, 0, 1)
+
+
+def _weight_norm(weight: Tensor, lora_weight: Tensor) -> Tensor:
+    """The norms of the rows of both together."""
+    weight = add(weight, scale(lora_weight))
+    weight = autocast_float32(weight)
+    return weight.tape.made("norm", weight.shape[:1], weight.dtype, (weight,), kernel=Kernel.REDUCTION)

@@ -184,7 +184,9 @@ def _fit(node: Node, index: int, results: Gradients) -> None:
     grad, results[index] = results[index], None
     assert grad is not None
     if grad.shape != shape:
+        fewer = len(grad.shape) > len(shape)  # sum_to keeps all dimensions, and then views the result without some
         grad = tape.made("sum", shape, grad.dtype, (grad,), tape.grad_kind(node, index), kernel=Kernel.REDUCTION)
+        grad = grad.seen(shape, grad.strides) if fewer else grad
     if grad.dtype != dtype:
         grad = tape.cast(grad, dtype, tape.grad_kind(node, index))
     results[index] = grad

@@ -7,6 +7,7 @@ asks makes the region run once more, up to its last saved tensor; what is saved 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import ref
 
 from oomph.step.kernels import RANDOM_STATE_BYTES
 from oomph.step.ops import Kind
@@ -22,7 +23,7 @@ class _StopError(Exception):
 class Holder:
     """Stands for a saved tensor that is yet to be computed."""
 
-    __slots__ = ("frame", "saved")
+    __slots__ = ("__weakref__", "frame", "saved")
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
@@ -47,7 +48,7 @@ class Frame:
         self.autocast = tape.autocast
         self.random = random  # random numbers are drawn: their state is kept
         self.state = self._random_state()
-        self.holders: list[Holder] = []
+        self.holders: list[ref[Holder]] = []  # those of nodes that are gone are empty
         self.recomputing = 0
         self.is_recomputed = False
         self.place = tape.scope, tape.block, tape.kind
@@ -62,10 +63,11 @@ class Frame:
         """In forward, a holder in its place; when computed again, the tensor for its holder."""
         if not self.recomputing:
             holder = Holder(self)
-            self.holders.append(holder)
+            self.holders.append(ref(holder))
             return holder
         kept = saved.detach() if isinstance(saved, Tensor) else saved
-        self.holders[self.recomputing - 1].saved = kept
+        if (waiting := self.holders[self.recomputing - 1]()) is not None:
+            waiting.saved = kept
         self.recomputing += 1
         if self.recomputing > len(self.holders):
             raise _StopError
@@ -86,7 +88,7 @@ class Frame:
         del state
         self.recomputing = 0
         self.is_recomputed = True
-        self.holders = []  # which hold this frame
+        self.holders = []
         tape.frame, tape.grad_enabled, tape.autocast, tape.casts, tape.scope, tape.block, tape.kind = before
 
     def _run(self) -> None:

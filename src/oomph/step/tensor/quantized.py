@@ -64,7 +64,7 @@ def _product(x: Tensor, shape: Shape, how: Quantization) -> Tensor:
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad = grads[0]
         assert grad is not None
-        _copy = _dequantized(tape, shape, grad.dtype, how)
+        _copy = _dequantized(tape, shape, grad.dtype, how).pop()  # its scales are gone by now
         storage = tape.product("dx", 1, grad.numel // outputs, inputs, outputs, grad.dtype)
         return [tape.tensor(storage, x_shape, grad.dtype)]
 
@@ -76,19 +76,21 @@ def _product(x: Tensor, shape: Shape, how: Quantization) -> Tensor:
             node.saved.append(x.detach())  # held by the function itself, so that checkpointing does not let it go
         storage = _int8_product(x, rows, outputs, inputs)
     else:
-        _copy = _dequantized(tape, shape, x.dtype, how)
+        _copies = _dequantized(tape, shape, x.dtype, how, passes=2)
         storage = tape.product("", 1, rows, outputs, inputs, x.dtype)
     out = tape.tensor(storage, (*x_shape[:-1], outputs), x.dtype)
     return node.attach(out) if node else out
 
 
-def _dequantized(tape: Tape, shape: Shape, dtype: str, how: Quantization) -> Tensor:
-    """The weight in `dtype`; scales that are quantized themselves are brought back first, in two passes."""
+def _dequantized(tape: Tape, shape: Shape, dtype: str, how: Quantization, passes: int = 1) -> list[Tensor]:
+    """The weight in `dtype`, last; before it its scales, where they are quantized themselves, after so many passes."""
     packed = sum(size for _, size in stored(how, shape))
-    scales = 4 * -(-numel(shape) // _BLOCK) if how.kind in ("nf4", "fp4") and how.double else 0
-    moved = packed + 3 * scales + numel(shape) * ITEM_BYTES[dtype]
-    temporaries = (scales, scales) if scales else ()
-    return tape.made("dequantize", shape, dtype, kind=Kind.HALF_WEIGHTS, temporaries=temporaries, moved=moved)
+    made: list[Tensor] = []
+    if how.kind in ("nf4", "fp4") and how.double:
+        blocks = (-(-numel(shape) // _BLOCK),)
+        made = [tape.made("scales", blocks, "float32", kind=Kind.HALF_WEIGHTS) for _ in range(passes)]
+    moved = packed + numel(shape) * ITEM_BYTES[dtype]
+    return [*made, tape.made("dequantize", shape, dtype, kind=Kind.HALF_WEIGHTS, moved=moved)]
 
 
 def _int8_product(x: Tensor, rows: int, outputs: int, inputs: int) -> Storage | None:

@@ -250,9 +250,10 @@ class Recorder(TorchDispatchMode):
         first: Any = args[0]
         if self.composes:
             return True  # attention's mask onto its scores
-        if self.phase is not Phase.BACKWARD or torch.is_grad_enabled() or not isinstance(first, torch.Tensor):
+        both = isinstance(first, torch.Tensor) and isinstance(args[1], torch.Tensor)
+        if self.phase is not Phase.BACKWARD or torch.is_grad_enabled() or not both:
             return False
-        count: Any = first._use_count  # type: ignore[attr-defined]
+        count: Any = first._use_count
         uses = (count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata))
         if self.calibrating:
             self.sole_uses = uses
