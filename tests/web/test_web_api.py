@@ -241,6 +241,14 @@ def test_what_is_given_beside_a_log_counts(client: httpx.Client) -> None:
     assert settings["n_head"]["how"] == "given"
 
 
+def test_a_models_config_beside_an_error_message_is_planned(client: httpx.Client) -> None:
+    shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    text = Path("examples/out_of_memory.log").read_text().splitlines()[-1]
+    batch = {"batch_size": 4, "block_size": 512}
+    told = ask(client, "explain", text=text, config=json.dumps(shape), set=batch, gpu=CARD, fixes=False)
+    assert (told["plan"]["config"]["trainer"], told["plan"]["config"]["model_type"]) == ("hf", "llama")
+
+
 def test_runs_are_compared_by_name(client: httpx.Client) -> None:
     told = ask(client, "compare", runs=["a", "b"], gpu=CARD)
     assert told["runs"] == ["a", "b"] and told["metrics"]["steps"]["values"] == [30, 20]

@@ -260,15 +260,13 @@ def answer_explain(body: bytes, _: Path) -> Any:
     from oomph.report.explain import document
     from oomph.report.markdown import to_markdown
     from oomph.runs.explain import explain
-    from oomph.runs.reading.reader import read
+    from oomph.runs.reading.reader import read, told_by
 
     question = msgspec.json.decode(body, type=ExplainQuestion)
     told: list[Override] = []
     if question.config is not None:
         loaded = configs.load([pasted(question.config, question.filename)], confined=True)
-        told = [
-            (key, str(getattr(loaded.config, key)), where) for key, where in loaded.sources.items() if loaded.said(key)
-        ]
+        told = [(key, str(getattr(loaded.config, key)), loaded.sources[key]) for key in told_by(loaded)]
     told += as_overrides(question.set, "set")
     run = read(_Paste(question.text.encode("utf-8", "replace")), name="pasted text", overrides=told)
     found = explain(run, question.gpu, with_fixes=question.fixes)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from oomph.config import Override, is_model
+from oomph.config import LoadedConfig, Override, is_model
 from oomph.errors import InputError, Problem, nearest
 from oomph.runs.reading import metrics, nanochat, nanogpt, nvidia_smi, oom, settings
 from oomph.runs.reading.builder import Builder
@@ -187,9 +187,14 @@ def read_config(builder: Builder, path: str) -> None:
 
     loaded = load([path])
     builder.begin(LogSource(path))
-    for key, where in loaded.sources.items():
-        if loaded.said(key) or (key == "trainer" and loaded.config.trainer != "nanogpt"):
-            builder.setting(key, getattr(loaded.config, key), "given", where)
+    for key in told_by(loaded):
+        builder.setting(key, getattr(loaded.config, key), "given", loaded.sources[key])
+
+
+def told_by(loaded: LoadedConfig) -> list[str]:
+    """The keys that a config tells of a run: those it sets, and the program whose format it is in."""
+    own_program = loaded.config.trainer != "nanogpt"
+    return [key for key in loaded.sources if loaded.said(key) or (key == "trainer" and own_program)]
 
 
 def _read_snapshot(builder: Builder, path: str) -> None:
