@@ -169,10 +169,16 @@ def test_a_name_that_is_no_file_is_a_problem(name: str) -> None:
     assert len(problems(name)) == 1
 
 
-def test_yaml_is_refused_with_what_is_understood(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
+def test_an_ini_file_is_refused_with_what_is_understood(tmp_path: Path) -> None:
+    file = tmp_path / "run.ini"
     file.write_text("n_layer: 3")
     assert ".toml" in problems(file)[0]
+
+
+def test_yaml_may_have_our_own_keys(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("n_layer: 3")
+    assert load([file]).config.n_layer == 3
 
 
 def test_the_python_api_takes_whatever_it_is_handed(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from oomph.config import hugging_face
-from oomph.config.layer import UNSET, Layer, SourcedValue, parser_message, unknown_keys
+from oomph.config import fine_tuning, hugging_face
+from oomph.config.layer import UNSET, Layer, Scope, SourcedValue, parser_message, unknown_keys
 from oomph.config.schema import TrainConfig, keys
 from oomph.config.values import show
 from oomph.errors import InputError, Problem
@@ -54,8 +54,8 @@ def _lines(text: str) -> dict[str, int]:
     return found
 
 
-def read_json(text: str, label: str) -> Layer:
-    """The layer of a Hugging Face `config.json`, or of a flat object of our own keys."""
+def read_json(text: str, label: str, scope: Scope) -> Layer:
+    """The layer of a Hugging Face `config.json`, of a config of fine-tuning, or of a flat object of our own keys."""
     import json
 
     try:
@@ -68,7 +68,33 @@ def read_json(text: str, label: str) -> Layer:
         raise InputError(Problem(where=label, what="not a config", found=show(content), allowed="an object of keys"))
     if hugging_face.is_model(content):
         return hugging_face.read(content, label)
+    if fine_tuning.is_config(content):
+        return _read_fine_tuning(content, text, label, scope)
     return read_mapping(content, label)
+
+
+def read_yaml(text: str, label: str, scope: Scope) -> Layer:
+    """The layer of a config of fine-tuning in YAML, or of our own keys."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{label}:{mark.line + 1}" if mark else label
+        what = f"not YAML: {parser_message(getattr(error, 'problem', None) or error)}"
+        raise InputError(Problem(where=where, what=what)) from None
+    if not isinstance(content, dict):
+        raise InputError(Problem(where=label, what="not a config", found=show(content), allowed="keys and values"))
+    if fine_tuning.is_config(content):
+        return _read_fine_tuning(content, text, label, scope)
+    return read_mapping(content, label)
+
+
+def _read_fine_tuning(content: Mapping[str, object], text: str, label: str, scope: Scope) -> Layer:
+    lines = _lines(text)
+    known = "model_type" in scope.given
+    return fine_tuning.read(content, lambda name: f"{label}:{lines[name]}" if name in lines else label, label, known)
 
 
 def read_mapping(values: Mapping[str, object], where: str) -> Layer:

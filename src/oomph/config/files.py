@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from oomph.config import checkpoint, nanogpt, pickles
-from oomph.config.documents import read_json, read_toml
+from oomph.config.documents import read_json, read_toml, read_yaml
 from oomph.config.hugging_face import is_model, nearest_name
 from oomph.config.layer import Layer, Scope, SourcedValue
 from oomph.config.schema import PRESETS
@@ -24,8 +24,8 @@ ZIP_MAGIC = b"PK\x03\x04"  # torch.save writes zip archives
 MAX_LISTED = 10_000  # names of a folder looked at for the nearest one
 
 _UNDERSTOOD = (
-    "a nanoGPT .py file, .toml, Hugging Face's config.json, a nanoGPT ckpt.pt, a model by its name such as "
-    f"Qwen/Qwen3-0.6B, or one of {', '.join(PRESETS)}, nanochat-d20"
+    "a nanoGPT .py file, .toml, Hugging Face's config.json, a fine-tuning's .yaml, a nanoGPT ckpt.pt, a model by its "
+    f"name such as Qwen/Qwen3-0.6B, or one of {', '.join(PRESETS)}, nanochat-d20"
 )
 
 
@@ -62,10 +62,12 @@ def is_model_file(path: Path) -> bool:
 def read_text(text: str, label: str, scope: Scope) -> Layer:
     """The layer of a config's text; `label` is its name, whose suffix gives the format where the text does not."""
     suffix = Path(label).suffix.lower()
-    if suffix in (".yaml", ".yml", ".ini", ".cfg"):
+    if suffix in (".yaml", ".yml"):
+        return read_yaml(text, label, scope)
+    if suffix in (".ini", ".cfg"):
         raise InputError(Problem(where=label, what=f"{suffix} files are not understood", allowed=_UNDERSTOOD))
     if suffix == ".json" or (suffix not in (".py", ".toml") and text.lstrip().startswith("{")):
-        return read_json(text, label)
+        return read_json(text, label, scope)
     layer = read_toml(text, label) if suffix == ".toml" else nanogpt.read(text, label, scope)
     if not text.strip():
         layer.notes.append(f"{label}: the file is empty; it changes nothing")

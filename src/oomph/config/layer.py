@@ -46,9 +46,11 @@ class Scope:
 
     names: dict[str, object]
     foreign: set[str] = field(default_factory=set)
+    given: set[str] = field(default_factory=set)  # keys that a source has set
 
     def take(self, layer: Layer) -> None:
         self.foreign |= layer.foreign
+        self.given |= layer.values.keys()
         for name, said in layer.values.items():
             if said.value is None:
                 self.names[name] = UnknownValue("it is not set")

@@ -14,7 +14,16 @@ from oomph.config import files, hugging_face, nanochat
 from oomph.config.documents import read_mapping
 from oomph.config.expression import parse_text
 from oomph.config.layer import UNSET, Layer, Scope, SourcedValue, UnknownValue, unknown_keys
-from oomph.config.schema import GPT2_BLOCK, GPT2_SHAPES, GPT2_VOCABULARY, MANY, TRANSFORMERS, TrainConfig, keys
+from oomph.config.schema import (
+    ALL_BLOCKS,
+    GPT2_BLOCK,
+    GPT2_SHAPES,
+    GPT2_VOCABULARY,
+    MANY,
+    TRANSFORMERS,
+    TrainConfig,
+    keys,
+)
 from oomph.config.values import check
 from oomph.errors import InputError, Problem
 
@@ -203,6 +212,8 @@ class _Gathering:
             program, name = self.program
             self.values["trainer"] = SourcedValue(program, f"default: {name} is in {program}'s format", firm=False)
         self._take_defaults()
+        if (said := self.values["checkpoint_layers"]).value == ALL_BLOCKS:
+            self.values["checkpoint_layers"] = SourcedValue(self.values["n_layer"].value, said.where, said.firm)
         if self.look_at_data:
             self._look_at_data()
         notes, problems = apply_init_from(self.values)

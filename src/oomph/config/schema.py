@@ -53,6 +53,7 @@ INITS = ("scratch", "resume", *PRESETS)
 MANY = 10_000_000  # sequences, micro-steps, devices
 MANY_STEPS = 10**12
 MOST_BLOCKS = 1000
+ALL_BLOCKS = "all"  # what checkpoint_layers may be told instead of a number
 
 
 def _key(
@@ -214,7 +215,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         | None
     ) = None
     checkpoint_layers: Annotated[
-        int, _our("blocks, from the first, whose activations are recomputed in the backward", ge=0, le=10_000)
+        int,
+        _our(
+            "blocks, from the first, whose activations are recomputed in the backward; all: every one", ge=0, le=10_000
+        ),
     ] = 0
     attention: Annotated[str, _our("the attention kernel", choices=ATTENTIONS)] = "flash"
     autocast: Annotated[bool, _our("False with bfloat16: weights, gradients and optimizer are bfloat16 themselves")] = (

@@ -88,7 +88,7 @@ def _without_effect(loaded: LoadedConfig, device: Device) -> list[str]:
     """Which of the keys that were given neither the program nor the architecture looks at, by themselves or through a
     key that follows from them."""
     config = loaded.config
-    own = [key.name for key in keys().values() if (key.whose == "oomph" or key.name in SHARED)]
+    own = [key.name for key in keys().values() if key.needed and (key.whose == "oomph" or key.name in SHARED)]
     given = [key for key in own if key not in AROUND and loaded.said(key) and not follows(config, key)]
     if not given:
         return []

@@ -12,7 +12,17 @@ from msgspec import Meta
 
 from oomph import config as configs
 from oomph import devices
-from oomph.config import KEYS, PRESETS, LoadedConfig, Override, Pasted, describe_keys, hugging_face, nanochat
+from oomph.config import (
+    KEYS,
+    PRESETS,
+    LoadedConfig,
+    Override,
+    Pasted,
+    describe_keys,
+    fine_tuning,
+    hugging_face,
+    nanochat,
+)
 from oomph.config.files import MAX_TEXT_BYTES
 from oomph.devices import Device
 from oomph.errors import InputError, Problem, nearest
@@ -183,6 +193,9 @@ def known_preset(name: str) -> str | Pasted:
     )
 
 
+_YAML = re.compile(r"(?:[ \t]*(?:#[^\n]*|---)?\n)*[A-Za-z_]\w*:(?:\s|$)")  # its first line that is no comment
+
+
 def pasted(text: str, filename: str | None) -> Pasted:
     """A pasted config under the name it had, or under one that suits it. An object is JSON, whatever its name."""
     text = text.removeprefix("\ufeff")  # an editor's mark, as files may have it
@@ -191,14 +204,18 @@ def pasted(text: str, filename: str | None) -> Pasted:
     name = PurePosixPath((filename or "").replace("\\", "/").strip()).name
     if text.lstrip().startswith("{"):
         name = f"{PurePosixPath(name or 'config').stem}.json"
-    return Pasted(name or ("config.toml" if looks_like_toml(text) else "config.py"), text)
+    own = "config.yaml" if _YAML.match(text) else "config.toml" if looks_like_toml(text) else "config.py"
+    return Pasted(name or own, text)
 
 
 def _format(config: Pasted) -> str:
     suffix = PurePosixPath(config.name).suffix.lower()
     if suffix == ".json":
-        return "a Hugging Face config.json" if hugging_face.is_model(json.loads(config.text)) else "JSON of config keys"
-    return "TOML" if suffix == ".toml" else "a nanoGPT config"
+        content = json.loads(config.text)
+        tuning = "a config of fine-tuning" if fine_tuning.is_config(content) else "JSON of config keys"
+        return "a Hugging Face config.json" if hugging_face.is_model(content) else tuning
+    names = {".toml": "TOML", ".yaml": "a config of fine-tuning", ".yml": "a config of fine-tuning"}
+    return names.get(suffix, "a nanoGPT config")
 
 
 def looks_like_toml(text: str) -> bool:
