@@ -91,3 +91,9 @@ def test_fit_of_a_fine_tuning_keeps_the_model() -> None:
     assert {(option.plan.config.n_layer, option.plan.config.n_embd) for option in found.options} == {(28, 2048)}
     assert found.best is not None and found.options[found.best].fits
     assert not any(option.plan.config.compile for option in found.options)
+
+
+def test_a_target_that_no_layer_has_is_refused_with_the_nearest() -> None:
+    with pytest.raises(InputError) as caught:
+        planned(method="lora", lora_targets="q_prj, v_proj, mlp.up_proj")
+    assert [(problem.found, problem.nearest) for problem in caught.value.problems] == [("q_prj", "q_proj")]

@@ -15,7 +15,7 @@ from oomph import devices
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.config.schema import TRANSFORMERS
 from oomph.devices import Device
-from oomph.errors import InputError, Problem
+from oomph.errors import InputError, Problem, nearest
 from oomph.planning.notes import about_own_model, notes
 from oomph.predict import clock, cost
 from oomph.predict.memory import Footprint, footprint
@@ -25,6 +25,7 @@ from oomph.predict.run_time import tokens_per_step as tokens_per_step
 from oomph.step import build as steps
 from oomph.step import parameters as params
 from oomph.step.collector import uncollected
+from oomph.step.models import unknown_targets
 from oomph.step.ops import Kernel, Phase, Step
 from oomph.step.parameters import Parameter
 
@@ -164,6 +165,8 @@ def plan(
     chosen = choose_device(device, loaded.config, measure=False)
     loaded = configs.settle(loaded, chosen, own_model=model is not None)
     settled = loaded.config
+    if settled.method != "full":
+        _check_targets(loaded, traced=model is not None)
     built = _traced(model, settled, chosen) if model else _described(settled, chosen)
     if device is None and chosen.kind == "cpu":
         chosen = choose_device(None, settled)  # measuring the CPU takes seconds: only once nothing can be wrong
@@ -225,6 +228,18 @@ def check_options(
         problems.append(Problem("currency", "a price is needed with it", found=currency, allowed=allowed))
     if problems:
         raise InputError(problems)
+
+
+def _check_targets(loaded: LoadedConfig, traced: bool) -> None:
+    """Refuse adapters on layers that the model does not have, and on a model that is traced."""
+    if traced:
+        what, allowed = "a traced model gets no adapters", "a model that brings them, or one that is described"
+        raise InputError(Problem(loaded.sources["method"], what, f"method = {loaded.config.method!r}", allowed))
+    unknown, known = unknown_targets(loaded.config)
+    where, allowed = loaded.sources["lora_targets"], f"{', '.join(known)} or all-linear"
+    what = "the model has no layer of this name"
+    if unknown:
+        raise InputError([Problem(where, what, each[:60], allowed, nearest(each, known)) for each in unknown[:20]])
 
 
 def choose_device(device: Device | str | None, config: TrainConfig, measure: bool = True) -> Device:

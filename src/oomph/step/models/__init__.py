@@ -32,6 +32,11 @@ def parameters(config: Any) -> Iterable[tuple[str, Shape]]:
     return found if config.method == "full" else lora.with_adapters(config, found)
 
 
+def unknown_targets(config: Any) -> tuple[list[str], list[str]]:
+    """The names in `lora_targets` that no layer of the model has, and those that its layers have."""
+    return lora.unknown_targets(config, _home(config).parameters(config))
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter is an adapter's."""
     return lora.ADAPTER in name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from oomph.step.ops import Kernel, Kind
@@ -32,18 +33,25 @@ _TRANSPOSED = ("c_attn", "c_proj", "c_fc")  # transformers' Conv1D: its weight i
 
 def with_adapters(c: Any, parameters: Iterable[tuple[str, Shape]]) -> Iterator[tuple[str, Shape]]:
     """A model's parameters with an adapted layer's adapters after its own, as `named_parameters()` has them."""
-    found = list(parameters)
-    for index, (name, shape) in enumerate(found):
-        yield name, shape
-        module = name.rpartition(".")[0]
-        last = index + 1 == len(found) or found[index + 1][0].rpartition(".")[0] != module
-        matrix = next((s for n, s in found[max(0, index - 1) : index + 1] if n == f"{module}.weight"), ())
-        if last and is_adapted(c, module, matrix):
+    for module, group in groupby(parameters, key=lambda each: each[0].rpartition(".")[0]):
+        own = list(group)
+        yield from own
+        matrix = own[0][1]
+        if is_adapted(c, module, matrix):
             outputs, inputs = reversed(matrix) if _is_transposed(module) else matrix
             yield f"{module}.lora_A.weight", (c.lora_rank, inputs)
             yield f"{module}.lora_B.weight", (outputs, c.lora_rank)
             if c.method == "dora":
                 yield f"{module}.lora_magnitude_vector.weight", (outputs,)
+
+
+def unknown_targets(c: Any, parameters: Iterable[tuple[str, Shape]]) -> tuple[list[str], list[str]]:
+    """The names in `lora_targets` that no layer has, and the last names of all layers that can have adapters."""
+    modules = dict.fromkeys(name.rpartition(".")[0] for name, shape in parameters if len(shape) == 2)
+    layers = [module for module in modules if module.rpartition(".")[2] not in _TABLES]
+    wanted = [] if c.lora_targets == ALL_LINEAR else targets(c)
+    known = list(dict.fromkeys(module.rpartition(".")[2] for module in layers))
+    return [each for each in wanted if not any(f".{module}".endswith(f".{each}") for module in layers)], known
 
 
 def weight(c: Any, name: str, shape: Shape, adapter_dtype: str, base_dtype: str) -> Weight:
