@@ -192,3 +192,19 @@ def test_blocks_are_checkpointed_all_or_none() -> None:
     with pytest.raises(oomph.InputError) as refused:
         oomph.check(tiny("llama", checkpoint_layers=1))
     assert [problem.allowed for problem in refused.value.problems] == ["0 or 3"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("keys", [{}, {"checkpoint_layers": "all"}, {"dtype": "bfloat16", "autocast": False}], ids=str)
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_step_with_adapters_allocates_what_is_planned(family: str, method: str, keys: dict[str, Any]) -> None:
+    if (family, method) == ("gpt2", "dora"):
+        return  # which is not described
+    targets = "c_attn" if family == "gpt2" else "all-linear"
+    loaded = tiny(family, method=method, lora_rank=4, lora_dropout=0.1, lora_targets=targets, **keys)
+    assert error(loaded) == pytest.approx(0, abs=1e-3)
+
+
+def test_a_quantized_base_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "Qwen/Qwen3-0.6B", "--method=qlora", "--device=cpu"]) == 2
+    assert "--method=qlora" not in capsys.readouterr().out

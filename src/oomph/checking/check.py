@@ -179,6 +179,11 @@ def _invalid(loaded: LoadedConfig, steps: int, model: str | None) -> list[Proble
     if (model or config.trainer in TRANSFORMERS) and find_spec("transformers") is None:
         what = "its model needs the package transformers"
         problems.append(Problem(model or _where(loaded, "trainer"), what, allowed="after: pip install 'oomph[hf]'"))
+    if config.method != "full" and find_spec("peft") is None:
+        problems.append(Problem(_where(loaded, "method"), "needs the package peft", allowed="after: pip install peft"))
+    if config.method == "qlora" or config.quantization not in (None, "off"):
+        what, allowed = "a check runs no quantized base", "method = 'lora' or 'dora', quantization = 'off'"
+        problems.append(Problem(_where(loaded, "quantization"), what, f"method = {config.method!r}", allowed))
     if model and not model.endswith(".json"):
         what = "a check runs transformers' models, not one of your own"
         problems.append(Problem(f"--model {model}", what, allowed="a Hugging Face config.json"))

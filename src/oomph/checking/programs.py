@@ -20,6 +20,7 @@ from oomph.config import TrainConfig
 from oomph.config.schema import TRANSFORMERS
 from oomph.devices.cpu_rates import waited_s, waits_s
 from oomph.step.models.gpt2 import attends_by_hand
+from oomph.step.models.lora import ALL_LINEAR
 from oomph.step.tensor.layout import HALVES
 from oomph.step.trace.hugging_face import CausalWithLoss, causal_model_builder
 from oomph.training.distributed import Ranks
@@ -90,12 +91,31 @@ def _transformers_program(job: Job, config: TrainConfig, device: torch.device) -
         model.to(torch.float32 if config.autocast else DTYPES[config.dtype or "float32"])
     model.to(device)
     config = replace(config, vocab_size=model.get_input_embeddings().num_embeddings)
+    if config.method != "full":
+        model = with_adapters(model, config)
     feed = _feed(job, config, device)
     if config.trainer == "hf":
         return HfSteps(config, model, feed, job.config.gradient_accumulation_steps)
     if config.trainer == "torch":
         return PlainSteps(config, model, feed)
     return NanogptSteps(config, CausalWithLoss(model), feed)
+
+
+def with_adapters(model: nn.Module, config: TrainConfig) -> nn.Module:
+    """The model with peft's adapters. Those of a checkpointed model make its inputs need a gradient."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = config.lora_targets or ALL_LINEAR
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=round(config.lora_alpha),
+        lora_dropout=config.lora_dropout,
+        target_modules=targets if targets == ALL_LINEAR else [part.strip() for part in targets.split(",")],
+        use_dora=config.method == "dora",
+    )
+    in_float32 = config.adapter_dtype == "float32"
+    found: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
+    return found
 
 
 def _feed(job: Job, config: TrainConfig, device: torch.device) -> Feed:
@@ -155,7 +175,7 @@ class LoopSteps:
 
     def __init__(self, config: TrainConfig, model: nn.Module, feed: Feed) -> None:
         self.config, self.feed, self.timer = config, feed, StepTimer(feed.device)
-        self.parameters = list(model.parameters())
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer: Any = torch_optimizer(model, config)  # a pair, where it is Muon
         self.scaler = torch.amp.GradScaler(feed.device.type, enabled=half(config) is torch.float16)
         self.model: Any = torch.compile(model) if config.compile else model

@@ -279,6 +279,12 @@ def _dropout(content: Mapping[str, object], layer: Layer, label: str) -> None:
 # --- back again ---------------------------------------------------------------------------------------------------
 
 
+def _weights_dtype(config: TrainConfig) -> str | None:
+    if config.method != "full":
+        return config.base_dtype or config.dtype
+    return "float32" if config.autocast else config.dtype
+
+
 def written(config: TrainConfig) -> dict[str, object]:
     """What transformers' config class takes to be this model: every key under all of its names there.
 
@@ -293,7 +299,7 @@ def written(config: TrainConfig) -> dict[str, object]:
         "layer_types": [kinds[each] for each in windowed(config)],
         "use_sliding_window": config.sliding_window is not None,
         "use_cache": config.use_cache,
-        "torch_dtype": "float32" if config.autocast else config.dtype,  # the weights'
+        "torch_dtype": _weights_dtype(config),
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # they may be beyond a small vocabulary
     }
 

@@ -167,7 +167,7 @@ def torch_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
 
 def groups(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
     """nanoGPT's parameter groups: matrices decay, vectors do not. A plain loop has one, which decays."""
-    everything = list(parameters)
+    everything = [parameter for parameter in parameters if parameter.requires_grad]
     if config.trainer == "torch":
         return [{"params": everything, "weight_decay": config.weight_decay}]
     both = [
