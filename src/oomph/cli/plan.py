@@ -65,7 +65,7 @@ def _next(options: argparse.Namespace, overrides: list[Override], asked: Plan) -
     if options.model:
         return None
     if asked.memory.fits is False:
-        return command("fit", options, overrides), "finds settings that fit"
+        return command("fit", options, overrides), "looks for settings that fit"
     if options.gpu is None and options.gpu_mib is None:
         return command("check", options, overrides), "runs a few steps for real"
     return command("fit", options, overrides), "looks for faster settings"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oomph.config.layer import Layer, SourcedValue
-from oomph.config.schema import KEYS, MODEL_TYPES, MOST_BLOCKS, TrainConfig
+from oomph.config.schema import KEYS, MODEL_TYPES, MOST_BLOCKS, READ_BY, TrainConfig
 from oomph.config.values import show
 from oomph.errors import InputError, Problem, nearest
 
@@ -96,6 +96,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 # Of a family's class; of the others silu.
 OWN_ACTIVATIONS = {"gpt2": "gelu_new", "gpt_neox": "gelu", "opt": "relu", "gemma2": "gelu", "gemma3_text": "gelu"}
+_KINDS = {"full_attention", "sliding_attention"}
 _NESTED = ("text_config",)  # where a model of several kinds of input keeps its language model
 _ALIASES = {"gemma3": "gemma3_text"}
 _GPT2 = ("n_layer", "n_head", "n_embd", "vocab_size", "tie_weights")
@@ -160,6 +161,8 @@ def _described(content: Mapping[str, object], family: str, label: str) -> Layer:
     defaults = _DEFAULTS.get(family, {})
     content = _with_rotary(content)
     for key, names in _NAMES.items():
+        if family not in READ_BY.get(key, (family,)):
+            continue
         given = next((content[name] for name in names if content.get(name) is not None), None)
         if given is not None or any(name in content for name in names):
             layer.values[key] = SourcedValue(given, label)
@@ -223,7 +226,14 @@ def _windows(content: Mapping[str, object], layer: Layer, label: str, family: st
 def _windowed(content: Mapping[str, object], layer: Layer, family: str) -> list[bool]:
     """Whether each block sees a window, where the config lists it or says from which block on; else nothing."""
     kinds, blocks = content.get("layer_types"), layer.values["n_layer"].value
-    if isinstance(kinds, list):
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != blocks or not set(map(str, kinds)) <= _KINDS:
+            what, allowed = (
+                "layer_types does not say of every block what it is",
+                f"{blocks} of {', '.join(sorted(_KINDS))}",
+            )
+            layer.problems.append(Problem(layer.values["n_layer"].where, what, show(kinds), allowed))
+            return []
         return [kind == "sliding_attention" for kind in kinds]
     start = content.get("max_window_layers", _WINDOWED_FROM)
     on = family in _LAST_BLOCKS and layer.values["sliding_window"].value is not None

@@ -243,13 +243,16 @@ class _Gathering:
             self._keep_nanochats_batch()
 
     def _keep_nanochats_batch(self) -> None:
-        """With another batch size nanochat takes more or fewer micro-steps."""
+        """With another batch size nanochat takes more or fewer micro-steps, and batches of an evaluation."""
         steps = self.values["gradient_accumulation_steps"]
         sizes = [self.values[key].value for key in ("n_layer", "batch_size", "block_size")]
         depth, batch, block = (value if isinstance(value, int) and 0 < value < MANY else 0 for value in sizes)
         if (steps.where.startswith("preset") or not steps.firm) and depth and batch and block:
             value = nanochat.micro_steps(depth, batch, block)
             self.values["gradient_accumulation_steps"] = SourcedValue(value, steps.where, steps.firm)
+        if self.values["eval_iters"].where == "default" and batch and block:
+            count = nanochat.eval_iters(batch, block)
+            self.values["eval_iters"] = SourcedValue(count, PROGRAM_SOURCES["nanochat"], firm=False)
 
     def _look_at_data(self) -> None:
         """Take what nanoGPT would find in the dataset's folder, for keys that are not set."""

@@ -21,8 +21,8 @@ DEFAULTS: dict[str, int | float | str | bool] = {
     "model_type": "nanochat", "optimizer": "muon", "vocab_size": _VOCABULARY, "tie_weights": False,
     "block_size": _TOKENS, "batch_size": _SEQUENCES, "window_pattern": "SSSL", "grad_clip": 0.0,
     "learning_rate": 0.02, "weight_decay": 0.28, "warmup_iters": 40, "eval_interval": 250,
-    "eval_iters": 80 * 524288 // (_SEQUENCES * _TOKENS) // 2,
 }  # fmt: skip
+_EVALUATED = 80 * 524288  # tokens
 
 
 def depth_of(name: str) -> int | None:
@@ -46,6 +46,11 @@ def shape(depth: int) -> dict[str, int]:
 def micro_steps(depth: int, batch_size: int, block_size: int) -> int:
     """How many micro-steps make a step: its tokens are decided by the depth, whatever the batch of one micro-step."""
     return max(1, _total_batch(depth) // (batch_size * block_size))
+
+
+def eval_iters(batch_size: int, block_size: int) -> int:
+    """nanoGPT's batches of each of two splits, for nanochat's tokens of one."""
+    return max(1, _EVALUATED // (batch_size * block_size) // 2)
 
 
 def _total_batch(depth: int) -> int:

@@ -28,6 +28,14 @@ MODEL_TYPES = (
     "mixtral", "qwen3_moe", "nanochat",
 )  # fmt: skip
 MIXTURES = ("mixtral", "qwen3_moe")  # of them those with experts
+_WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3_text")
+_GROUPED = ("llama", "olmo2", *_WINDOWED)
+# Keys that not every class of transformers reads, and the families whose class does.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "sliding_window": _WINDOWED, "sliding_window_pattern": _WINDOWED, "attn_logit_softcapping": ("gemma2",),
+    "final_logit_softcapping": ("gemma2", "gemma3_text"), "head_dim": _GROUPED, "num_key_value_heads": _GROUPED,
+    "num_experts": MIXTURES, "num_experts_per_tok": MIXTURES, "moe_intermediate_size": MIXTURES,
+}  # fmt: skip
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTIONS = ("flash", "efficient", "math", "flash3")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from oomph.config.layer import SourcedValue, UnknownValue
-from oomph.config.schema import MIXTURES, TRANSFORMERS, Key, TrainConfig, keys
+from oomph.config.schema import MIXTURES, READ_BY, TRANSFORMERS, Key, TrainConfig, keys
 from oomph.errors import Problem, nearest
 from oomph.units import parse_count
 
@@ -165,6 +165,11 @@ def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue
     for key, what in _OF_TRANSFORMERS.items():
         if valid.get(key) and trainer not in TRANSFORMERS:
             return [_problem(key, values, what, f"trainer = {trainer!r}", "trainer = 'torch' or 'hf'")]
+    if trainer in TRANSFORMERS and (problems := _unread(valid, values, str(architecture))):
+        return problems
+    if valid.get("loss_chunk") and trainer not in ("nanogpt", "oomph"):
+        what = f"{trainer} computes its loss of all logits at once"
+        return [_problem("loss_chunk", values, what, str(valid["loss_chunk"]), "loss_chunk = 0, or trainer = 'oomph'")]
     if valid.get("zero_grad") == "before_backward" and (trainer != "torch" or valid.get("compile")):
         what = "gradients are let go before backward in an eager plain loop alone"
         found = f"trainer = {trainer!r}, compile = {valid.get('compile')}"
@@ -174,12 +179,19 @@ def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue
         what = "intermediate_size (n_inner) is not 4 × n_embd"
         allowed = f"{4 * width}, or trainer = 'hf'"
         return [_problem("intermediate_size", values, what, str(inner), allowed)]
-    rows, tokens = valid.get("max_position_embeddings"), valid.get("block_size")
-    has_table = trainer in TRANSFORMERS and architecture in ("gpt2", "opt")
-    if has_table and isinstance(rows, int) and isinstance(tokens, int) and tokens > rows:
-        what = "block_size is longer than the table of positions"
-        return [_problem("block_size", values, what, str(tokens), f"at most max_position_embeddings = {rows}")]
     return []
+
+
+def _unread(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue], family: str) -> list[Problem]:
+    """Problems of keys that a family's class does not read. What follows from its other keys is no matter."""
+    heads, width = valid.get("n_head"), valid.get("n_embd")
+    size = width // heads if isinstance(width, int) and isinstance(heads, int) else None
+    follows = {"num_key_value_heads": heads, "head_dim": size}
+    return [
+        _problem(key, values, f"{family} has no {key}", str(valid[key]), f"none, or {' or '.join(families)}")
+        for key, families in READ_BY.items()
+        if key != "num_experts" and family not in families and valid.get(key) not in (None, follows.get(key))
+    ]
 
 
 def _experts(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue]) -> list[Problem]:

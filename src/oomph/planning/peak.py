@@ -62,9 +62,14 @@ def _is_fused(about: Plan) -> bool:
 
 
 def _weights(about: Plan, shares: dict[str, float]) -> str:
-    kinds = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.HALF_WEIGHTS)
-    held = sum(shares.get(kind.value, 0.0) for kind in kinds)
-    return f"weights, their half copies, gradients and optimizer state hold {_share(about, held)}"
+    kinds = {
+        Kind.PARAMETERS: "weights", Kind.HALF_WEIGHTS: "their half copies", Kind.GRADIENTS: "gradients",
+        Kind.OPTIMIZER: "optimizer state",
+    }  # fmt: skip
+    there = {name: shares[kind.value] for kind, name in kinds.items() if shares.get(kind.value)}
+    *first, last = there or {"weights": 0.0}
+    named = f"{', '.join(first)} and {last}" if first else last
+    return f"{named} hold {_share(about, sum(there.values()))}"
 
 
 def _without_logits(about: Plan, other: Plan) -> list[str]:

@@ -165,6 +165,8 @@ def plan(
     chosen = choose_device(device, loaded.config, measure=False)
     loaded = configs.settle(loaded, chosen, own_model=model is not None)
     settled = loaded.config
+    if model is None:
+        _check_positions(loaded)
     if settled.method != "full":
         _check_targets(loaded, traced=model is not None)
     built = _traced(model, settled, chosen) if model else _described(settled, chosen)
@@ -228,6 +230,16 @@ def check_options(
         problems.append(Problem("currency", "a price is needed with it", found=currency, allowed=allowed))
     if problems:
         raise InputError(problems)
+
+
+def _check_positions(loaded: LoadedConfig) -> None:
+    """Refuse sequences longer than a model's table of positions, where it has one of its own."""
+    config = loaded.config
+    rows = config.max_position_embeddings
+    if config.trainer in TRANSFORMERS and config.model_type in ("gpt2", "opt") and rows and config.block_size > rows:
+        what, where = "block_size is longer than the table of positions", loaded.sources["block_size"]
+        allowed = f"at most max_position_embeddings = {rows}"
+        raise InputError(Problem(where, what, f"{config.block_size}", allowed))
 
 
 def _check_targets(loaded: LoadedConfig, traced: bool) -> None:

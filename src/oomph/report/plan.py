@@ -15,6 +15,7 @@ from oomph.predict.memory import Footprint
 from oomph.predict.run_time import CHECKPOINT_BYTES_PER_S, COMPILE_HIGH, COMPILE_LOW, NANOGPT_PEAK_FLOPS, Time
 from oomph.report import document as doc
 from oomph.report.timeline import area, sparkline
+from oomph.step.build import keys_read
 from oomph.units import count, counted, duration, figure, memory_size, money, scientific, tflops
 
 SPARKLINE_COLUMNS = 78
@@ -226,7 +227,8 @@ def _setting(plan: Plan) -> str:
     config = plan.config
     devices = f" on {config.world_size} devices" if config.world_size > 1 else ""
     extras = [f"first {counted(config.checkpoint_layers, 'block')} checkpointed"] if config.checkpoint_layers else []
-    extras += [f"dropout {config.dropout:g}"] if config.dropout else []
+    drops = config.dropout and not plan.traced and "dropout" in keys_read(config)
+    extras += [f"dropout {config.dropout:g}"] if drops else []
     extras += [_method(plan)] if config.method != "full" else []
     how = "compiled" if config.compile else "eager"
     return ", ".join(
@@ -354,7 +356,8 @@ def _data(plan: Plan) -> str:
 
 def _compute(plan: Plan) -> str:
     compute = plan.compute
-    counted = "by operation" if plan.traced else "nanoGPT's count"
+    ours = plan.config.trainer in ("nanogpt", "oomph")
+    counted = "by operation" if plan.traced else "nanoGPT's count" if ours else "6 a weight, attention in full"
     return (
         f"{scientific(compute.total_flops)} FLOPs in all, {scientific(compute.flops_per_step)} a step "
         f"({counted}, {compute.flops_per_token / 1e6:,.0f} M a token)"

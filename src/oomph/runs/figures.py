@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from oomph.config import LoadedConfig, TrainConfig
+from oomph.config.settle import decided, left_open
 from oomph.devices import Device
 from oomph.planning.plan import Plan, plan
 from oomph.predict.run_time import NANOGPT_PEAK_FLOPS
@@ -167,7 +168,7 @@ class Evidence:
         key = tuple(sorted(changes.items()))
         if key not in self._variants:
             loaded = self.plan.loaded
-            config = msgspec.structs.replace(loaded.config, **changes)
+            config = decided(msgspec.structs.replace(loaded.config, **changes), left_open(loaded))
             changed = LoadedConfig(config, loaded.sources, loaded.notes, loaded.files)
             self._variants[key] = plan(changed, self.plan.device)
         return self._variants[key]

@@ -112,13 +112,13 @@ def causal_mask(
     if packed and tape.compiles:  # transformers decides nothing by what a tensor holds while it is traced
         reads = () if c.use_cache else _packed_sequences(tape, batch, tokens)
         flags = tape.made("window" if sliding else "mask", (batch, 1, tokens, tokens), "bool", reads, Kind.ATTENTION)
-        return pointwise("where", flags, dtype=dtype) if c.attn_logit_softcapping else flags
+        return pointwise("where", flags, dtype=dtype) if attends_eagerly(c) else flags
     if c.padding:
         return _padding_mask(c, tape, batch, tokens, dtype, sliding)
     if packed and not c.use_cache:
         _look_for_packed_sequences(tape, batch, tokens)
     windowed = sliding and tokens >= (c.sliding_window or 0)
-    if not windowed and not c.attn_logit_softcapping:
+    if not windowed and not attends_eagerly(c):
         return None
     square = (tokens, tokens)
 
@@ -142,7 +142,7 @@ def causal_mask(
     else:
         mask = made(square, "bool")
     ranges.clear()
-    if not c.attn_logit_softcapping:
+    if not attends_eagerly(c):
         return mask.seen((batch, 1, *square), (0, 0, tokens, 1))
     scalars = [made((), dtype) for _ in range(2)]
     numbers = made((batch, 1, *square), dtype)
@@ -163,7 +163,7 @@ def _padding_mask(c: Any, tape: Tape, batch: int, tokens: int, dtype: str, slidi
     mine = made((batch, 1, 1, tokens))
     mask = made((batch, 1, tokens, tokens))
     del padding_mask, mine
-    return pointwise("where", mask, dtype=dtype) if c.attn_logit_softcapping else mask
+    return pointwise("where", mask, dtype=dtype) if attends_eagerly(c) else mask
 
 
 def _packed_sequences(tape: Tape, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -263,6 +263,11 @@ def remembered(m: Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key, value
 
 
+def attends_eagerly(c: Any) -> bool:
+    """Whether a family's class has no use for sdpa, and stores attention's scores: Gemma 2's, capped or not."""
+    return bool(c.model_type == "gemma2")
+
+
 def attention_interface(
     m: Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -271,7 +276,7 @@ def attention_interface(
     groups = q.shape[1] // k.shape[1]
     version = release(c.transformers_version)
     outer, tape.kind = tape.kind, Kind.ATTENTION
-    if not c.attn_logit_softcapping:
+    if not attends_eagerly(c):
         if mask is not None or k.shape[-1] > FLASH_HEAD_SIZE or version < GROUPED_SINCE:
             k, v = repeat_heads(k, groups), repeat_heads(v, groups)
         if CONTIGUOUS_SINCE.get(c.model_type, CONTIGUOUS_USUALLY_SINCE) <= version < STRIDED_SINCE:
@@ -284,9 +289,10 @@ def attention_interface(
         return attn_output, None
     key_states, value_states = repeat_heads(k, groups), repeat_heads(v, groups)
     weights = scale(matmul(q, transpose(key_states, 2, 3)))
-    weights = scale(weights, "div")
-    weights = squashed(weights, "tanh")
-    weights = scale(weights)
+    if c.attn_logit_softcapping:
+        weights = scale(weights, "div")
+        weights = squashed(weights, "tanh")
+        weights = scale(weights)
     assert mask is not None
     weights = add(weights, mask)
     weights = to(softmax(weights, "float32"), q.dtype)
