@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from oomph.config.schema import MODEL_TYPES, TrainConfig
 from oomph.config.settle import settle
 from oomph.devices import find
 from oomph.errors import InputError
+from oomph.planning.plan import plan
 from oomph.step.parameters import parameters
 
 CLASSES = [name for name in MODEL_TYPES if name != "nanochat"]  # of transformers
@@ -97,7 +99,7 @@ def test_a_trainer_that_does_not_have_the_architecture_is_a_problem(trainer: str
 
 def test_more_tokens_than_positions_are_a_problem() -> None:
     with pytest.raises(InputError) as caught:
-        load(["facebook/opt-125m"], [("block_size", "4096", "--block_size=4096")])
+        plan(load(["facebook/opt-125m"], [("block_size", "4096", "--block_size=4096")]), "A100 80GB")
     assert "--block_size=4096" in {problem.where for problem in caught.value.problems}
 
 
@@ -173,7 +175,11 @@ def test_toml_unsets_a_key_with_none() -> None:
         ('"sliding_window": 64', None, None),
         ('"sliding_window": 64, "use_sliding_window": true, "max_window_layers": 4', None, None),
         ('"sliding_window": 64, "use_sliding_window": true, "max_window_layers": 0', 64, None),
-        ('"use_sliding_window": true, "layer_types": ["sliding_attention", "full_attention"]', 4096, 2),
+        (
+            f'"use_sliding_window": true, "layer_types": {json.dumps(["sliding_attention", "full_attention"] * 2)}',
+            4096,
+            2,
+        ),
     ],
 )
 def test_qwens_window_is_switched_on_and_starts_at_a_block(more: str, window: int | None, pattern: int | None) -> None:
@@ -182,9 +188,16 @@ def test_qwens_window_is_switched_on_and_starts_at_a_block(more: str, window: in
 
 
 @pytest.mark.parametrize(
-    "more", [{"max_window_layers": 2}, {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}]
+    "more",
+    [
+        {"max_window_layers": 2},
+        {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["full_attention", "sliding_attention", "other", None]},
+        {"layer_types": "full"},
+    ],
 )
-def test_windows_that_do_not_take_turns_are_a_problem(more: dict[str, object]) -> None:
+def test_windows_that_are_not_described_are_a_problem(more: dict[str, object]) -> None:
     content = {"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True, **more}
     assert len(hugging_face.read(content, "config.json").problems) == 1
 
@@ -226,3 +239,25 @@ def test_on_several_devices_transformers_programs_take_one_micro_step_each(train
 def test_a_models_folder_is_its_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 3}')
     assert load(tmp_path).config.n_layer == 3
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value"),
+    [
+        ("EleutherAI/pythia-70m", "head_dim", "40"),
+        ("facebook/opt-125m", "sliding_window", "64"),
+        ("Qwen/Qwen3-0.6B", "attn_logit_softcapping", "30"),
+        ("Qwen/Qwen3-0.6B", "loss_chunk", "128"),
+        ("nanochat-d4", "loss_chunk", "128"),
+    ],
+)
+def test_a_key_that_a_program_does_not_have_is_refused(model: str, key: str, value: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load([model], [(key, value, f"--{key}={value}")])
+    assert [problem.where for problem in caught.value.problems] == [f"--{key}={value}"]
+
+
+def test_a_files_keys_that_its_class_ignores_are_not_read() -> None:
+    content = {"model_type": "llama", "sliding_window": 64, "attn_logit_softcapping": 30.0, "num_experts": 8}
+    read = hugging_face.read(content, "config.json")
+    assert not read.problems and not {"sliding_window", "attn_logit_softcapping", "num_experts"} & read.values.keys()

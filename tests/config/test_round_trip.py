@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomph.config import Key, TrainConfig, describe_keys, from_dict, load, to_python, to_toml
-from oomph.config.schema import MIXTURES
+from oomph.config.schema import MIXTURES, READ_BY
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
 
@@ -47,14 +47,16 @@ def fitting_together(drawn: dict[str, Any]) -> dict[str, Any]:
         "quantization": None,
     }  # what loops around transformers' models alone have
     if "nanochat" in (model, trainer):
-        return {"model_type": "nanochat", "trainer": "nanochat", **ours}
+        return {"model_type": "nanochat", "trainer": "nanochat", "loss_chunk": None, **ours}
     attention = {"attention": "flash"} if drawn.get("attention") == "flash3" else {}
     if model != "gpt2" or trainer in ("hf", "torch"):
         program = "torch" if trainer == "torch" else "hf"
         eager = {"compile": False} if program == "torch" else {"zero_grad": "after_step"}
         full = drawn.get("method") in (None, "full", "dora") or model in MIXTURES
         base = {"method": "full", "quantization": None} if full else {"quantization": "nf4", "compile": False}
-        return {"trainer": program, "max_position_embeddings": None, "block_size": 512, **attention, **eager, **base}
+        unread = {key: None for key, families in READ_BY.items() if model not in families}
+        shape = {"max_position_embeddings": None, "block_size": 512, "loss_chunk": None}
+        return {"trainer": program, **shape, **attention, **eager, **base, **unread}
     return {"intermediate_size": None, **attention, **ours}
 
 
@@ -68,7 +70,8 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     drawn |= {"num_experts": experts, "num_experts_per_tok": experts and draw(st.integers(1, experts))}
     numbered = ("hf", "torch", "nanochat")  # those have a number where none is said
     own = [None] if drawn.get("trainer") not in numbered else []
-    drawn["num_key_value_heads"] = draw(st.sampled_from([*own, 1, heads]))
+    alone = drawn.get("model_type", "gpt2") in ("gpt2", "gpt_neox", "opt") and drawn.get("trainer") in ("hf", "torch")
+    drawn["num_key_value_heads"] = draw(st.sampled_from([heads] if alone else [*own, 1, heads]))
     drawn["checkpoint_layers"] = draw(st.integers(0, drawn["n_layer"]))
     drawn["world_size"] = draw(st.integers(1, 8))
     drawn["gradient_accumulation_steps"] = drawn["world_size"] * draw(st.integers(1, 64))

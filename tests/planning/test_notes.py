@@ -113,13 +113,13 @@ def test_an_old_transformers_is_not_said_to_run_as_the_earliest_described() -> N
     [
         ("gpt2", {"num_key_value_heads": "4", "sliding_window": "128", "hidden_act": "relu", "dropout": "0.1"},
          ["num_key_value_heads", "hidden_act", "sliding_window"]),
-        ("gpt2", {"trainer": "hf", "loss_chunk": "512", "dropout": "0.2", "bias": "False"}, ["bias", "loss_chunk"]),
+        ("gpt2", {"trainer": "hf", "dropout": "0.2", "bias": "False"}, ["bias"]),
         ("gpt2", {"trainer": "hf", "return_logits": "True"}, ["return_logits"]),
         ("nanochat-d4", {"autocast": "False", "dropout": "0.1", "tie_weights": "True", "optimizer": "sgd"},
          ["dropout", "tie_weights", "autocast", "optimizer"]),
-        ("nanochat-d4", {"loss_chunk": "512", "window_pattern": "L"}, ["loss_chunk"]),
+        ("nanochat-d4", {"window_pattern": "L"}, []),
         ("mistralai/Mixtral-8x7B-v0.1", {"n_layer": "1"}, []),
-        ("facebook/opt-125m", {"intermediate_size": "1024", "sliding_window": "64"}, ["sliding_window"]),
+        ("facebook/opt-125m", {"intermediate_size": "1024", "norm_topk_prob": "False"}, ["norm_topk_prob"]),
         ("gpt2", {}, []),
     ],
 )  # fmt: skip
