@@ -70,7 +70,8 @@ def test_llama_factory_checkpoints_unless_told_otherwise() -> None:
     loaded = read(LLAMA_FACTORY)
     assert loaded.config.checkpoint_layers == loaded.config.n_layer == 36
     assert (loaded.config.method, loaded.config.lora_targets) == ("lora", "all-linear")
-    assert any("enable_liger_kernel" in note for note in loaded.notes)
+    assert any("enable_liger_kernel" in note for note in loaded.notes)  # its other kernels are not described
+    assert loaded.config.fused_loss == "liger"
     assert read(LLAMA_FACTORY + "disable_gradient_checkpointing: true\n").config.checkpoint_layers == 0
 
 

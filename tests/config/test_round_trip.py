@@ -45,6 +45,7 @@ def fitting_together(drawn: dict[str, Any]) -> dict[str, Any]:
         "zero_grad": "after_step",
         "method": "full",
         "quantization": None,
+        "fused_loss": "off",
     }  # what loops around transformers' models alone have
     if "nanochat" in (model, trainer):
         return {"model_type": "nanochat", "trainer": "nanochat", "loss_chunk": None, **ours}
@@ -55,7 +56,7 @@ def fitting_together(drawn: dict[str, Any]) -> dict[str, Any]:
         full = drawn.get("method") in (None, "full", "dora") or model in MIXTURES
         base = {"method": "full", "quantization": None} if full else {"quantization": "nf4", "compile": False}
         unread = {key: None for key, families in READ_BY.items() if model not in families}
-        shape = {"max_position_embeddings": None, "block_size": 512, "loss_chunk": None}
+        shape = {"max_position_embeddings": None, "block_size": 512, "loss_chunk": None, "fused_loss": "off"}
         return {"trainer": program, **shape, **attention, **eager, **base, **unread}
     return {"intermediate_size": None, **attention, **ours}
 

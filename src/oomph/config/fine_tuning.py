@@ -14,6 +14,7 @@ from oomph.errors import InputError, Problem
 
 # What names of copies and of tuned models end in, where their base's does not.
 _COPY = re.compile(r"(-unsloth|-bnb-4bit|-instruct|-chat|-it)+$", re.IGNORECASE)
+_LIGER = ("use_liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy")
 _MODEL = ("base_model", "model_name_or_path", "base_model_name_or_path")
 # Our keys and the names they go by, with values that mean the same.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -44,7 +45,8 @@ _METHODS = {"true": "lora", "false": "full", "lora": "lora", "qlora": "qlora", "
 _LOOPS = {"adamw_torch_fused": "fused", "adamw_torch": "foreach"}
 # What changes memory or time and is not described, by how a key begins.
 _NOT_COUNTED = {
-    "liger": "Liger's kernels", "use_liger": "Liger's kernels", "enable_liger": "Liger's kernels",
+    "liger": "Liger's kernels but for its loss", "use_liger": "Liger's kernels but for its loss",
+    "enable_liger": "Liger's kernels but for its loss",
     "unsloth": "Unsloth's kernels", "use_unsloth": "Unsloth's kernels", "deepspeed": "DeepSpeed", "fsdp": "FSDP",
     "lora_modules_to_save": "modules that are trained whole", "modules_to_save": "modules that are trained whole",
     "additional_target": "modules that are trained whole", "use_galore": "GaLore", "use_apollo": "APOLLO",
@@ -181,6 +183,9 @@ class _Reader:
                 allowed = ", ".join(_OPTIMIZERS)
                 problem = Problem(self.place(name), "an optimizer that is not described", repr(value)[:60], allowed)
                 self.layer.problems.append(problem)
+        name, value = self.first(*_LIGER)
+        if value is True:
+            self.put("fused_loss", "liger", name)
         by_default = (
             "finetuning_type" in self.content and self.content.get("disable_gradient_checkpointing") is not True
         )

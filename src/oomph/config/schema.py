@@ -42,6 +42,7 @@ ATTENTIONS = ("flash", "efficient", "math", "flash3")
 METHODS = ("full", "lora", "dora", "qlora")
 QUANTIZATIONS = ("off", "nf4", "fp4", "int8", "gptq", "awq")
 UPCASTS = ("off", "norms", "all")  # all: peft prepares the base; norms: TRL then casts the rest back (before 1.0)
+FUSED_LOSSES = ("off", "liger")
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor", "muon")
 OPTIMIZER_LOOPS = ("fused", "foreach", "forloop")
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, with the heads of the released
@@ -222,6 +223,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[int, _our("tokens per chunk of head and loss, 0: all at once; unset: the trainer's", ge=0, le=MANY)]
         | None
     ) = None
+    fused_loss: Annotated[
+        str, _our("head and loss in one, without all logits: Liger's, of transformers' models", choices=FUSED_LOSSES)
+    ] = "off"
     checkpoint_layers: Annotated[
         int,
         _our(

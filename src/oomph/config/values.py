@@ -143,6 +143,7 @@ _TRAINS = {"nanogpt": ("gpt2",), "oomph": ("gpt2",), "nanochat": ("nanochat",)} 
 
 
 _OF_TRANSFORMERS = {
+    "fused_loss": "only transformers' models are planned with Liger's loss",
     "use_cache": "only transformers' models keep keys and values",
     "padding": "only transformers' models take padded batches",
 }
@@ -163,13 +164,16 @@ def _program(valid: Mapping[str, ConfigValue], values: Mapping[str, SourcedValue
         what = "only nanochat is planned with FlashAttention 3"
         return [_problem("attention", values, what, f"trainer = {trainer!r}", "flash, efficient or math")]
     for key, what in _OF_TRANSFORMERS.items():
-        if valid.get(key) and trainer not in TRANSFORMERS:
+        if valid.get(key) not in (None, False, "off") and trainer not in TRANSFORMERS:
             return [_problem(key, values, what, f"trainer = {trainer!r}", "trainer = 'torch' or 'hf'")]
     if trainer in TRANSFORMERS and (problems := _unread(valid, values, str(architecture))):
         return problems
     if valid.get("loss_chunk") and trainer not in ("nanogpt", "oomph"):
         what = f"{trainer} computes its loss of all logits at once"
         return [_problem("loss_chunk", values, what, str(valid["loss_chunk"]), "loss_chunk = 0, or trainer = 'oomph'")]
+    if valid.get("fused_loss") == "liger" and valid.get("compile"):
+        what, allowed = "Liger's loss in a compiled model is not described", "compile = False"
+        return [_problem("fused_loss", values, what, "compile = True", allowed)]
     if valid.get("zero_grad") == "before_backward" and (trainer != "torch" or valid.get("compile")):
         what = "gradients are let go before backward in an eager plain loop alone"
         found = f"trainer = {trainer!r}, compile = {valid.get('compile')}"

@@ -229,6 +229,7 @@ def _setting(plan: Plan) -> str:
     extras = [f"first {counted(config.checkpoint_layers, 'block')} checkpointed"] if config.checkpoint_layers else []
     drops = config.dropout and not plan.traced and "dropout" in keys_read(config)
     extras += [f"dropout {config.dropout:g}"] if drops else []
+    extras += ["Liger's loss"] if config.fused_loss == "liger" else []
     extras += [_method(plan)] if config.method != "full" else []
     how = "compiled" if config.compile else "eager"
     return ", ".join(

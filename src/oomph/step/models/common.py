@@ -17,6 +17,7 @@ from oomph.step.tensor.casts import to
 from oomph.step.tensor.checkpoint import checkpoint
 from oomph.step.tensor.elementwise import add, dropout, mul, neg, pointwise, scale, squashed
 from oomph.step.tensor.layout import Shape
+from oomph.step.tensor.liger import fused_cross_entropy
 from oomph.step.tensor.loss import cross_entropy, enter_loss
 from oomph.step.tensor.products import matmul
 from oomph.step.tensor.tape import Module, Tape, forward
@@ -42,10 +43,15 @@ def with_bias(name: str, shape: Shape, bias: bool = True) -> Iterator[tuple[str,
 
 def causal_lm(
     m: Module, hidden_states: Tensor, labels: Tensor, table: str, upcasts: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """The end of a ...ForCausalLM.forward: logits and loss. `table` is the embedding that a tied head shares."""
     c, tape = m.config, m.tape
     head = (m / table if c.tie_weights else m / "lm_head").parameter("weight")
+    if c.fused_loss == "liger" and tape.training:
+        enter_loss(tape)
+        tape.scope, tape.kind = "loss", Kind.LOGITS
+        _held = shifted_labels(labels)
+        return None, fused_cross_entropy(hidden_states, head)
     logits = linear(m / "lm_head", hidden_states, head, Kind.LOGITS)
     if c.final_logit_softcapping:
         tape.kind = Kind.LOGITS
@@ -72,15 +78,20 @@ def _shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, version: str = NEWEST_TRANSFORMERS, upcasts: bool = False) -> Tensor:
     """ForCausalLMLoss: logits in float32, labels shifted by one; before that, the logits."""
-    tape, (batch, tokens) = logits.tape, labels.shape
     if release(version) < PADDED_LABELS_SINCE:
         return _shifted_loss(to(logits, "float32") if upcasts else logits, labels)
     logits = to(logits, "float32")
-    labels = tape.made("labels", (batch, tokens + 1), "int64", (labels,), kind=Kind.INPUTS)
-    shift_labels = labels  # of one row all but the first is in one piece
-    if batch > 1:
-        shift_labels = tape.made("shift_labels", (batch, tokens), "int64", (labels,), kind=Kind.INPUTS)
+    labels, shift_labels = shifted_labels(labels)
     return cross_entropy(logits, shift_labels)
+
+
+def shifted_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The labels padded by one, and all of these but the first: callers hold both."""
+    tape, (batch, tokens) = labels.tape, labels.shape
+    labels = tape.made("labels", (batch, tokens + 1), "int64", (labels,), kind=Kind.INPUTS)
+    if batch == 1:
+        return labels, labels  # of one row all but the first is in one piece
+    return labels, tape.made("shift_labels", (batch, tokens), "int64", (labels,), kind=Kind.INPUTS)
 
 
 def run_layer(c: Any, tape: Tape, run: Callable[[Tensor], Tensor], hidden_states: Tensor, *given: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def _biased(name: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
 
 
 @forward
-def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
     """GPT2LMHeadModel.forward: logits and loss."""
     return causal_lm(m, decoder(m / "transformer", ids), labels, "transformer.wte")
 

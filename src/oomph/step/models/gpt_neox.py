@@ -45,7 +45,7 @@ def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
 
 
 @forward
-def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
     """GPTNeoXForCausalLM.forward: logits and loss."""
     return causal_lm(m, decoder(m / "gpt_neox", ids), labels, "gpt_neox.embed_in")
 

@@ -107,7 +107,7 @@ def _block_norms(c: Any) -> tuple[str, ...]:
 
 
 @forward
-def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
     """LlamaForCausalLM.forward: logits and loss."""
     return causal_lm(m, decoder(m / "model", ids), labels, "model.embed_tokens", upcasts=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 from oomph.step.ops import Kernel, Kind
 from oomph.step.tensor import products, quantized
 from oomph.step.tensor.autograd import InputLeaf
-from oomph.step.tensor.casts import autocast_float32, to
+from oomph.step.tensor.casts import to
 from oomph.step.tensor.elementwise import add, clone, dropout, mul, scale, shift, sub
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.quantized import Quantization
@@ -180,5 +180,4 @@ def _lora_weight(m: Module) -> Tensor:
 def _weight_norm(weight: Tensor, lora_weight: Tensor) -> Tensor:
     """The norms of the rows of both together."""
     weight = add(weight, scale(lora_weight))
-    weight = autocast_float32(weight)
     return weight.tape.made("norm", weight.shape[:1], weight.dtype, (weight,), kernel=Kernel.REDUCTION)

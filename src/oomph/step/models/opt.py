@@ -56,7 +56,7 @@ def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
 
 
 @forward
-def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
     """OPTForCausalLM.forward: logits and loss."""
     return causal_lm(m, decoder(m / "model.decoder", ids), labels, "model.decoder.embed_tokens")
 
