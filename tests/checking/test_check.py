@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -19,21 +18,12 @@ from oomph.devices import ratios
 from oomph.devices.nvml import Sample
 from oomph.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("own_folder")
 TINY = {
     "device": "cpu", "compile": False, "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 2,
     "vocab_size": 512, "gradient_accumulation_steps": 3,
 }  # fmt: skip
 FLAGS = [f"--{key}={value}" for key, value in TINY.items()]
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No data here, and ratios of this test alone; the CPU's rates are not what is tested."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OOMPH_MEASURE", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return tmp_path
 
 
 @pytest.mark.slow

@@ -183,7 +183,8 @@ def _invalid(loaded: LoadedConfig, steps: int, model: str | None) -> list[Proble
         problems.append(Problem(_where(loaded, "method"), "needs the package peft", allowed="after: pip install peft"))
     if config.method == "qlora" or config.quantization not in (None, "off"):
         what, allowed = "a check runs no quantized base", "method = 'lora' or 'dora', quantization = 'off'"
-        problems.append(Problem(_where(loaded, "quantization"), what, f"method = {config.method!r}", allowed))
+        told = _where(loaded, "quantization" if loaded.said("quantization") else "method")
+        problems.append(Problem(told, what, f"method = {config.method!r}", allowed))
     if model and not model.endswith(".json"):
         what = "a check runs transformers' models, not one of your own"
         problems.append(Problem(f"--model {model}", what, allowed="a Hugging Face config.json"))

@@ -93,8 +93,9 @@ def read_yaml(text: str, label: str, scope: Scope) -> Layer:
 
 def _read_fine_tuning(content: Mapping[str, object], text: str, label: str, scope: Scope) -> Layer:
     lines = _lines(text)
+    find = hugging_face.find_known if scope.confined else hugging_face.find
     known = "model_type" in scope.given
-    return fine_tuning.read(content, lambda name: f"{label}:{lines[name]}" if name in lines else label, label, known)
+    return fine_tuning.read(content, lambda name: f"{label}:{lines[name]}" if name in lines else label, find, known)
 
 
 def read_mapping(values: Mapping[str, object], where: str) -> Layer:

@@ -51,7 +51,7 @@ _NOT_COUNTED = {
     "lora_modules_to_save": "modules that are trained whole", "modules_to_save": "modules that are trained whole",
     "additional_target": "modules that are trained whole", "use_galore": "GaLore", "use_apollo": "APOLLO",
     "use_badam": "BAdam", "neftune": "noise on the embeddings", "activation_offloading": "activations on the host",
-    "optim_target_modules": "optimizers of some modules alone", "use_rslora": "", "cut_cross_entropy": "a fused loss",
+    "optim_target_modules": "optimizers of some modules alone", "cut_cross_entropy": "a fused loss",
 }  # fmt: skip
 
 
@@ -60,10 +60,16 @@ def is_config(content: Mapping[str, object]) -> bool:
     return not _PROOF.isdisjoint(content)
 
 
-def read(content: Mapping[str, Any], place: Callable[[str], str], label: str, model_known: bool) -> Layer:
-    """The layer of a config of fine-tuning. `place` says where a name stands; `model_known`: another file names it."""
-    reader = _Reader({str(name): value for name, value in content.items()}, place, label)
-    reader.model(model_known)
+Found = tuple[str, Mapping[str, object]]  # where a model's config was found, and the config
+
+
+def read(
+    content: Mapping[str, Any], place: Callable[[str], str], find: Callable[[str], Found | None], model_known: bool
+) -> Layer:
+    """The layer of a config of fine-tuning. `place` says where a name stands; `find` looks for a model by its name;
+    `model_known`: another file has told it."""
+    reader = _Reader({str(name): value for name, value in content.items()}, place)
+    reader.model(find, model_known)
     for key, names in _NAMES.items():
         reader.copy(key, names)
     reader.adapters()
@@ -76,8 +82,8 @@ def read(content: Mapping[str, Any], place: Callable[[str], str], label: str, mo
 class _Reader:
     """A config being read."""
 
-    def __init__(self, content: dict[str, Any], place: Callable[[str], str], label: str) -> None:
-        self.content, self.place, self.label = content, place, label
+    def __init__(self, content: dict[str, Any], place: Callable[[str], str]) -> None:
+        self.content, self.place = content, place
         self.layer = Layer(program="hf")
 
     def first(self, *names: str) -> tuple[str, Any]:
@@ -92,10 +98,10 @@ class _Reader:
         if name and value != "auto" and not (key == "max_iters" and value in (-1, 0)):  # epochs count then
             self.put(key, _number(value), name)
 
-    def model(self, known: bool) -> None:
+    def model(self, find: Callable[[str], Found | None], known: bool) -> None:
         """The model that is named. Raises `InputError` where it is not known and no other file has told it."""
         name, value = self.first(*_MODEL)
-        found = self._found(name, value) if isinstance(value, str) else None
+        found = self._found(name, value, find) if isinstance(value, str) else None
         if found is not None:
             where, content = found
             read = hugging_face.read(content, f"{self.place(name)}: {where}")
@@ -109,12 +115,12 @@ class _Reader:
             shown = repr(value)[:60] if name else None
             raise InputError(Problem(self.place(name or _MODEL[0]), what, shown, allowed, nearest=near))
 
-    def _found(self, name: str, value: str) -> tuple[str, Mapping[str, object]] | None:
+    def _found(self, name: str, value: str, find: Callable[[str], Found | None]) -> Found | None:
         """The config of a model, or of the one that it is a copy of or was tuned from, as its name tells."""
-        if (found := hugging_face.find(value)) is not None:
+        if (found := find(value)) is not None:
             return found
         base = _COPY.sub("", value.rpartition("/")[2])
-        if (found := hugging_face.find(base)) is not None:
+        if (found := find(base)) is not None:
             self.layer.notes.append(f"{self.place(name)}: {value} is taken to have the shape of {base}")
         return found
 

@@ -47,6 +47,7 @@ class Scope:
     names: dict[str, object]
     foreign: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)  # keys that a source has set
+    confined: bool = False  # it is a stranger's: no name in it is looked for on the disk
 
     def take(self, layer: Layer) -> None:
         self.foreign |= layer.foreign

@@ -87,7 +87,7 @@ def load(
     `confined` is for configs from strangers: their dataset is looked for in ./data, by a plain name only. Raises
     `InputError` with every problem of all sources.
     """
-    gathering = _Gathering(confined=confined)
+    gathering = _Gathering(known=Scope(_defaults(), confined=confined), confined=confined)
     for source in [sources] if isinstance(sources, str | os.PathLike | Pasted) else sources:
         gathering.add_source(source)
     for key, text, where in overrides:

@@ -104,18 +104,17 @@ def _adapter_rules(config: TrainConfig) -> dict[str, Decision]:
     """What a method of fine-tuning decides where nothing is said."""
     if config.method == "full":
         return {}
-    family = config.model_type
+    family, qlora = config.model_type, config.method == "qlora"
     assumed = _ATTENTION if family in MIXTURES else "all-linear"
     targets: Decision = (assumed, f"assumed: peft has no targets of its own for {family}")
     if family in PEFT_TARGETS:
         targets = (PEFT_TARGETS[family], f"peft's own for {family}")
-    four_bit = config.quantization in ("nf4", "fp4") or config.method == "qlora"
     return {
         "lora_targets": targets,
         "adapter_dtype": ("float32", "peft keeps adapters in float32, whatever the base is"),
-        "quantization": ("nf4", "QLoRA's") if config.method == "qlora" else ("off", "the base is not quantized"),
+        "quantization": ("nf4", "QLoRA's") if qlora else ("off", "the base is not quantized"),
         "upcast": _upcast(config),
-        "double_quantization": (config.method == "qlora", "QLoRA's" if four_bit else "off unless told"),
+        "double_quantization": (qlora, "QLoRA's" if qlora else "off unless told, as in bitsandbytes"),
     }
 
 

@@ -334,9 +334,10 @@ def different_rows(program: TrainingProgram) -> Iterator[SearchRow]:
         fewer = f"{_tokens(size, config.batch_size)} in as many steps"
         effect = f"noisier gradients ({counted(sequences, 'sequence')} a step) and {fewer}"
         yield SearchRow(name, key, {"batch_size": size}, "different", effect)
-    if config.method != "full" and config.lora_rank > 1:
-        effect = "smaller adapters: they can learn less"
-        yield SearchRow("half the rank", key, {"lora_rank": config.lora_rank // 2}, "different", effect)
+    if config.method != "full":
+        if config.lora_rank > 1:
+            effect = "smaller adapters: they can learn less"
+            yield SearchRow("half the rank", key, {"lora_rank": config.lora_rank // 2}, "different", effect)
     elif key in TRANSFORMERS and config.model_type not in MIXTURES:
         effect = "all but small adapters stays as it is loaded: a fine-tuning"
         for method, name in (("lora", "LoRA"), ("qlora", "QLoRA")):

@@ -165,10 +165,7 @@ def plan(
     chosen = choose_device(device, loaded.config, measure=False)
     loaded = configs.settle(loaded, chosen, own_model=model is not None)
     settled = loaded.config
-    if model is None:
-        _check_positions(loaded)
-    if settled.method != "full":
-        _check_targets(loaded, traced=model is not None)
+    _refuse(loaded, traced=model is not None)
     built = _traced(model, settled, chosen) if model else _described(settled, chosen)
     if device is None and chosen.kind == "cpu":
         chosen = choose_device(None, settled)  # measuring the CPU takes seconds: only once nothing can be wrong
@@ -195,12 +192,7 @@ def plan(
             watts=watts,
             price_hour=price_hour,
         ),
-        notes=(
-            *loaded.notes,
-            *chosen.notes,
-            *notes(loaded, chosen, own_model=model),
-            *built.notes,
-        ),
+        notes=(*loaded.notes, *chosen.notes, *notes(loaded, chosen, own_model=model), *built.notes),
         steps=running,
         traced=model,
         source=built.source,
@@ -230,6 +222,14 @@ def check_options(
         problems.append(Problem("currency", "a price is needed with it", found=currency, allowed=allowed))
     if problems:
         raise InputError(problems)
+
+
+def _refuse(loaded: LoadedConfig, traced: bool) -> None:
+    """Raise `InputError` for what the model cannot have: the model alone tells, not its config."""
+    if not traced:
+        _check_positions(loaded)
+    if loaded.config.method != "full":
+        _check_targets(loaded, traced)
 
 
 def _check_positions(loaded: LoadedConfig) -> None:

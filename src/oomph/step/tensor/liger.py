@@ -73,7 +73,7 @@ def _gradients(tape: Tape, rows: int, dtype: str, weight: Tensor, trained: bool)
     if not trained:
         return
     rounded = tape.made("to", (rows, width), half) if dtype != half else None
-    if tape.cuda and weight.dtype == "float32" and half in HALVES:  # a product that adds into float32
+    if tape.cuda and weight.dtype == "float32" and half in HALVES:  # one product, since torch 2.8 on Ampere
         tape.product("chunk_grad_weight", 1, words, width, rows, half, into=True)
         return
     made = tape.product("chunk_grad_weight", 1, words, width, rows, half)
