@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 OOMPH := $(BIN)/oomph
 
-.PHONY: demo test slow lint types bench readme clean
+# Workers take whole stretches of the list, so that what a file's tests share is made once; the quick one takes over
+# from the other. Bytecode is kept, whatever the environment says: the tests start many processes.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --durations 15 --durations-min 5
+
+.PHONY: demo test slow lint types bench docs record refresh clean
 .DELETE_ON_ERROR:
 
 # The stamps make the second call quick: pip runs again only when what it reads has changed.
@@ -27,23 +31,34 @@ demo: $(VENV)/.train
 	$(OOMPH) sample out/demo --prompt "def " --tokens 200
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 slow: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/deno lint --quiet
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(BIN)/deno check --quiet src/oomph/web/static/js/*.js
 
 bench: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/startup.py
 
-readme: $(VENV)/.dev
-	$(BIN)/python docs/refresh_readme.py
+# The documentation as a site in build/site; a broken link fails it.
+docs: $(VENV)/.dev
+	$(BIN)/zensical build --strict
+
+# Asks inductor for its plans of the small models that the tests compare with, where torch or a model has changed.
+record: $(VENV)/.dev
+	OOMPH_RECORD=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 3600 tests/step/test_compiled_described.py tests/step/test_gpt_compiled_trace.py
+
+# Puts today's outputs into README.md, docs/ and the example notebook.
+refresh: $(VENV)/.dev
+	$(BIN)/python docs/refresh.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

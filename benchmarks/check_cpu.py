@@ -16,7 +16,7 @@ import tempfile
 from datetime import date
 
 MEMORY_GOAL, TIME_GOAL = 0.03, 0.15
-SHAPES = {
+SHAPES: dict[str, dict[str, object]] = {
     "characters": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "vocab_size": 65},
     "bytes, the demo's": {
         "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 128, "batch_size": 16, "vocab_size": 256,
@@ -31,7 +31,7 @@ SHAPES = {
         "dropout": 0.1, "bias": True,
     },
 }  # fmt: skip
-SHARED = {"device": "cpu", "compile": False, "gradient_accumulation_steps": 2}
+SHARED: dict[str, object] = {"device": "cpu", "compile": False, "gradient_accumulation_steps": 2}
 
 
 def pin() -> None:

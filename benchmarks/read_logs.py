@@ -1,6 +1,6 @@
 """How fast logs are read, and in how much memory: MB/s on one core for each kind of log.
 
-    python benchmarks/read_logs.py [--mb 20]
+    python benchmarks/read_logs.py [--mb 10]
 
 A day's log is about 1 MB; what matters is that memory stays constant. The logs are generated in memory, so no disk is
 measured.
@@ -20,6 +20,7 @@ from oomph.runs.reading.builder import Builder
 from oomph.runs.reading.reader import read_stream
 
 LogLine = Callable[[int, random.Random], str]
+LINES = 10_000  # generated of each log, and repeated
 
 
 def nanogpt(step: int, draw: random.Random) -> str:
@@ -59,6 +60,57 @@ def nvidia_smi(step: int, draw: random.Random) -> str:
     return row if step else head + row
 
 
+def eight_cards(step: int, draw: random.Random) -> str:
+    """The same of eight cards, by their numbers, without units."""
+    head = "index, memory.used [MiB], memory.total [MiB], utilization.gpu [%]\n"
+    row = f"{step % 8}, {draw.randrange(60000, 70000)}, 81559, {draw.randrange(90, 100)}\n"
+    return row if step else head + row
+
+
+def nvidia_smi_table(_step: int, draw: random.Random) -> str:
+    """`nvidia-smi -l 1`: a card's rows and a process, between the frames of a table."""
+    used, heat = draw.randrange(6000, 7000), draw.randrange(40, 70)
+    return (
+        "+-----------------------------------------------------------------------------------------+\n"
+        "|   0  NVIDIA GeForce RTX 4070        Off |   00000000:01:00.0  On |                  N/A |\n"
+        f"|  0%   {heat}C    P2            181W /  200W |    {used}MiB /  12282MiB |     97%      Default |\n"
+        "|                                         |                        |                  N/A |\n"
+        f"|    0   N/A  N/A         12345      C   python                                 {used - 500}MiB |\n"
+    )
+
+
+def dmon(step: int, draw: random.Random) -> str:
+    """`nvidia-smi dmon`, which repeats its heading."""
+    head = "# gpu    pwr  gtemp  mtemp     sm    mem    enc    dec   mclk   pclk\n" if step % 30 == 0 else ""
+    watts, busy = draw.randrange(100, 200), draw.randrange(90, 100)
+    return f"{head}    0    {watts}     52      -     {busy}     20      0      0   5705   1215\n"
+
+
+def gpustat(_step: int, draw: random.Random) -> str:
+    return (
+        f"[0] NVIDIA GeForce RTX 4070 | {draw.randrange(40, 70)}°C,  96 % | 6582 / 12282 MB | me:python/12345(6021M)\n"
+    )
+
+
+def csv_steps(step: int, draw: random.Random) -> str:
+    """Lightning's metrics.csv: a row of an evaluation leaves the training loss out."""
+    head = "epoch,lr,step,train_loss,val_loss\n" if not step else ""
+    return head + (
+        f"0,,{step},,{draw.uniform(2, 4)}\n" if step % 500 == 499 else f"0,0.0006,{step},{draw.uniform(2, 4)},\n"
+    )
+
+
+def trainer(step: int, draw: random.Random) -> str:
+    """The Trainer's dicts."""
+    rest = f"'grad_norm': 1.2, 'learning_rate': 4.55e-06, 'epoch': {step / 1000:.3f}"
+    return f"{{'loss': {draw.uniform(2, 4):.4f}, {rest}}}\n"
+
+
+def bars(step: int, draw: random.Random) -> str:
+    """A progress bar that is drawn again and again on one line, with a loss."""
+    return f"\rEpoch 0:   1%|▏         | {step}/900000 [00:30<45:00,  4.00it/s, loss={draw.uniform(2, 4):.3f}]"
+
+
 def noise(step: int, draw: random.Random) -> str:
     return f"wandb: WARNING something of no interest at all happened, number {step}, {draw.random():.6f}\n"
 
@@ -69,7 +121,14 @@ KINDS: dict[str, LogLine] = {
     "nanochat": nanochat,
     "build-nanogpt": build_nanogpt,
     "metrics.jsonl": metrics,
+    "Trainer": trainer,
+    "progress bar": bars,
+    "metrics.csv": csv_steps,
     "nvidia-smi csv": nvidia_smi,
+    "nvidia-smi csv, eight cards": eight_cards,
+    "nvidia-smi table": nvidia_smi_table,
+    "nvidia-smi dmon": dmon,
+    "gpustat": gpustat,
     "noise": noise,
 }
 
@@ -95,7 +154,7 @@ class Repeated(io.RawIOBase):
 def measure(line: LogLine, size: int) -> tuple[float, float, int]:
     """(MB/s, MiB of Python objects at the peak, lines that could not be read)."""
     draw = random.Random(0)
-    block = "".join(line(step, draw) for step in range(50_000)).encode()
+    block = "".join(line(step, draw) for step in range(LINES)).encode()
     best = 0.0
     for _ in range(2):
         stream, builder = Repeated(block, size), Builder("benchmark")
@@ -111,7 +170,7 @@ def measure(line: LogLine, size: int) -> tuple[float, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=20.0, help="size of each log in millions of bytes")
+    parser.add_argument("--mb", type=float, default=10.0, help="size of each log in millions of bytes")
     size = int(parser.parse_args().mb * 1e6)
     print(f"{'log':32} {'MB/s':>8} {'peak MiB':>9} {'unread':>7}")
     for name, line in KINDS.items():

@@ -1,9 +1,13 @@
 """`oomph serve` under load: plan requests, many at once.
 
     python benchmarks/serve_load.py [--requests 1000] [--at_once 16] [--url http://127.0.0.1:8642] [--json]
+    python benchmarks/serve_load.py --opening 200   # MiB
 
 Without --url it starts a server of its own. Three loads: `same`, one question again and again; `sliders`, moved back
 and forth over a hundred settings; and `distinct`, every question new, so that none is answered from what is kept.
+`--opening` asks distinct questions twice: alone, and while two runs with a metrics.jsonl of that size are opened again
+and again, each time after it was written to anew.
+
 Beside the times stands the CPU that the server and its workers had for a request: on a machine that others use too it
 varies less than the times do, though it varies.
 """
@@ -12,15 +16,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 CARDS = ("RTX 4070", "RTX 3090", "RTX 4090", "A100 SXM4 80GB", "T4")
 SHAPES = ((4, 4, 256), (6, 6, 384), (12, 12, 768))  # layers, heads, width: what people train on one card
@@ -43,10 +50,10 @@ def sliders(count: int) -> Iterator[dict[str, object]]:
 def distinct(count: int, seed: int = 3) -> Iterator[dict[str, object]]:
     """Never the same question twice."""
     drawn = random.Random(seed)
-    seen = set()
+    seen: set[str] = set()
     while len(seen) < count:
         layers, heads, width = drawn.choice(SHAPES)
-        question = {
+        question: dict[str, object] = {
             "gpu": drawn.choice(CARDS),
             "set": {
                 "n_layer": layers,
@@ -64,7 +71,12 @@ def distinct(count: int, seed: int = 3) -> Iterator[dict[str, object]]:
             yield question
 
 
-LOADS = {"same": same, "sliders": sliders, "distinct": distinct}
+def others(count: int) -> Iterator[dict[str, object]]:
+    """Never the same question twice, and none of `distinct`."""
+    return distinct(count, seed=4)
+
+
+LOADS = {"same": same, "sliders": sliders, "distinct": distinct, "others": others}
 
 
 async def client(host: str, port: int, questions: Iterator[dict[str, object]], times_ms: list[float]) -> int:
@@ -84,6 +96,46 @@ async def client(host: str, port: int, questions: Iterator[dict[str, object]], t
         failed += b" 200 " not in reply.split(b"\r\n", 1)[0]
     writer.close()
     return failed
+
+
+def write_run(folder: Path, mib: float) -> None:
+    """A run with a metrics.jsonl of that size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in itertools.count():
+            figures = {"loss": 3 + 1 / (step + 1), "lr": 6e-4, "grad_norm": 0.5123, "step_ms": 310.1 + step % 7}
+            figures |= {"tokens_per_s": 1690543.2, "mfu": 0.3123, "memory_mib": 10123.5}
+            file.write(json.dumps({"step": step, "tokens": step * 524288, **figures}) + "\n")
+            if file.tell() >= mib * 2**20:
+                return
+
+
+async def open_runs(url: str, folders: list[Path]) -> None:
+    """Open the runs at the same time, again and again; another file in its place makes each one new to the server."""
+
+    def get(name: str) -> None:
+        with urlopen(f"{url}/api/runs/{name}") as reply:
+            reply.read()
+
+    while True:
+        await asyncio.gather(*(asyncio.to_thread(get, folder.name) for folder in folders))
+        for folder in folders:
+            with (folder / "metrics.jsonl").open("r+b") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(size - 20)
+                file.write(os.urandom(8).hex().encode())
+
+
+async def measure_opening(url: str, folders: list[Path], requests: int, at_once: int) -> list[dict[str, object]]:
+    """Distinct questions alone, and while the runs are opened."""
+    address = urlsplit(url)
+    host, port = address.hostname or "", address.port or 80
+    found = [await measure(host, port, "distinct", requests, at_once)]
+    opening = asyncio.create_task(open_runs(url.rstrip("/"), folders))
+    found.append(await measure(host, port, "others", requests, at_once) | {"load": "opening"})
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    return found
 
 
 def cpu_s(pid: int) -> float | None:
@@ -128,35 +180,49 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--at_once", type=int, default=16)
     parser.add_argument("--load", choices=(*LOADS, "all"), default="all")
+    parser.add_argument("--opening", type=float, metavar="MIB")
     parser.add_argument("--url")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    server = None
-    url = options.url
-    if url is None:
-        command = [sys.executable, "-m", "oomph", "serve", "--no_browser", "--json", "--port", "0"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        url = json.loads("".join(iter(server.stdout.readline, "}\n")) + "}")["url"]
-    try:
-        address = urlsplit(url)
-        host, port = address.hostname or "", address.port or 80
-        asyncio.run(measure(host, port, "same", 1, 1))  # its start is not what is measured
-        for load in LOADS if options.load == "all" else [options.load]:
-            found = asyncio.run(measure(host, port, load, options.requests, options.at_once, server and server.pid))
-            if options.json:
-                print(json.dumps(found))
-            else:
-                print(
-                    "{load:>9}: {requests} requests, {at_once} at once, {failed} failed; median {median_ms} ms, "
-                    "p99 {p99_ms} ms, worst {worst_ms} ms; {requests_per_s} a second, {cpu_ms} ms of CPU each; "
-                    "load average {load_average}".format(**found)
-                )
-    finally:
-        if server is not None:
-            server.terminate()
-            server.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [Path(folder) / "one", Path(folder) / "two"]
+        for run in runs if options.opening else []:
+            write_run(run, options.opening)
+        server, url = (None, options.url) if options.url else start(folder)
+        try:
+            for found in results(options, url, runs, server.pid if server else None):
+                print(json.dumps(found) if options.json else LINE.format(**found))
+        finally:
+            if server is not None:
+                server.terminate()
+                server.wait()
     return 0
+
+
+LINE = (
+    "{load:>9}: {requests} requests, {at_once} at once, {failed} failed; median {median_ms} ms, p99 {p99_ms} ms, "
+    "worst {worst_ms} ms; {requests_per_s} a second, {cpu_ms} ms of CPU each; load average {load_average}"
+)
+
+
+def start(runs_folder: str) -> tuple[subprocess.Popen[str], str]:
+    """A server of our own, and its address."""
+    command = [sys.executable, "-m", "oomph", "serve", "--no_browser", "--json", "--port", "0", "--runs", runs_folder]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    return server, json.loads("".join(iter(server.stdout.readline, "}\n")) + "}")["url"]
+
+
+def results(options: argparse.Namespace, url: str, runs: list[Path], server: int | None) -> Iterator[dict[str, object]]:
+    """One result a load."""
+    address = urlsplit(url)
+    host, port = address.hostname or "", address.port or 80
+    asyncio.run(measure(host, port, "same", 1, 1))  # its start is not what is measured
+    if options.opening:
+        yield from asyncio.run(measure_opening(url, runs, options.requests, options.at_once))
+        return
+    for load in ("same", "sliders", "distinct") if options.load == "all" else [options.load]:
+        yield asyncio.run(measure(host, port, load, options.requests, options.at_once, server))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ of the rows that speak of reserved memory. Then how many rows the 95 % interval 
 
 from __future__ import annotations
 
+import argparse
 from statistics import median
 
 from accuracy import MEMORY, Outcome, outcomes, plan_of, rows_of
@@ -27,6 +28,7 @@ def of_the_gap(outcome: Outcome) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = [each for each in outcomes(rows_of(*MEMORY)) if each.counts]
     kinds = sorted({(kind_of(each), each.row["measure"] in RESERVED) for each in found})
     for kind, reserved in kinds:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -63,7 +64,7 @@ def main() -> None:
     card = oomph.find_gpu("RTX 4070")
     configs = [oomph.load_config(str(ROOT / example), [("batch_size", str(n), "")]) for n in range(1, runs + 2)]
     oomph.plan(configs[0], card)
-    samples = [call_ms(lambda config=config: oomph.plan(config, card)) for config in configs[1:]]  # each a new config
+    samples = [call_ms(partial(oomph.plan, config, card)) for config in configs[1:]]  # each a new config
     report("oomph.plan(config, device)", 20.0, samples)
     print("torch imported:", "torch" in sys.modules)
 

@@ -46,14 +46,14 @@ def traces() -> dict[str, Callable[[], object]]:
     import torch
     from torch.nn import functional as F
 
-    from oomph.step.trace.compiled import compiled_run
-    from oomph.step.trace.eager import trace
+    from oomph.step.trace.eager.program import trace
+    from oomph.step.trace.inductor.program import compiled_run
     from oomph.training.model import GPT
 
     class ReturnsLogits(GPT):
         """As nanoGPT's step does."""
 
-        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
             logits = self.lm_head(self.trunk(tokens))
             return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

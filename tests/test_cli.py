@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -14,7 +15,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from oomph.cli.main import main
+from oomph import __version__
+from oomph.cli.completion import script
+from oomph.cli.main import VERBS, main
+from oomph.cli.plain import ERRORS
+from oomph.report.document import PARTS
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "fineweb_124m.py")
 
@@ -32,6 +37,21 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpus" in out
 
 
+def test_help_of_a_verb_is_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["help", "plan"])
+    assert "usage: oomph plan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["n_layer = 3", '{"n_layer": 3}', "n_layer: 3\n"])
+def test_a_config_comes_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    _, out, _ = run(capsys, "plan", "-", "--gpu", "RTX 4070", "--json")
+    assert json.loads(out)["config"]["n_layer"] == 3
+
+
 def test_no_verb_shows_the_help_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys)
     assert code == 2
@@ -45,7 +65,7 @@ def test_a_misspelt_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--version")[:2] == (0, "oomph 0.1.0\n")
+    assert run(capsys, "--version")[:2] == (0, f"oomph {__version__}\n")
 
 
 def test_plan_help_lists_every_config_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +86,7 @@ def test_a_plan_that_fits_exits_0_and_one_that_does_not_exits_1(capsys: pytest.C
 def test_the_report_has_a_verdict_and_a_bar_for_each_program(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "plan", EXAMPLE, "--gpu", "RTX 4070", "--batch_size=64")
     for program in ("nanoGPT", "oomph train"):
-        assert f"\n✗ {program} " in out
+        assert f"\n✗ {program} " in f"\n{out}"
         assert f"\n{program:<14}█" in out
     assert "logits and loss" in out
 
@@ -291,3 +311,50 @@ def test_an_interrupt_that_comes_while_an_object_is_let_go_is_not_lost(monkeypat
     monkeypatch.setattr("oomph.cli.gpus.run", work)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back afterwards
     assert main(["gpus"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["pla"], ["plan"]),
+        (["plan", "--batch_s"], ["--batch_size="]),
+        (["fit", "--larg"], ["--largest"]),
+        (["plan", "--gpu", "RTX 4090"], ["RTX\\ 4090\\ D", "RTX\\ 4090", "RTX\\ 4090\\ Laptop\\ GPU"]),
+        (["plan", "gpt2-l"], ["gpt2-large"]),
+    ],
+)
+def test_bash_completes_words(words: list[str], found: list[str], completion: Path) -> None:
+    line = " ".join(shlex.quote(word) for word in ("oomph", *words))
+    show = "printf '%s\\n' \"${COMPREPLY[@]}\""
+    ask = f"source {completion}; COMP_WORDS=({line}); COMP_CWORD={len(words)}; _oomph; {show}"
+    said = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines() == found and said.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script that `oomph --completion` prints."""
+    path = tmp_path_factory.mktemp("completion") / "oomph.sh"
+    path.write_text(script(VERBS))
+    return path
+
+
+def test_a_terminal_without_our_signs_gets_others_of_the_same_width() -> None:
+    glyphs = {glyph for _, glyph in PARTS.values()}
+    plain = {glyph.encode("ascii", ERRORS) for glyph in glyphs}
+    assert len(plain) == len(glyphs) and all(len(each) == 1 for each in plain)
+    assert "✓ 12 × 64 – 2⁴ → é".encode("ascii", ERRORS) == b"+ 12 x 64 - 24 > e"
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_a_plain_terminal_of_any_width_is_kept_to(
+    columns: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", "1")
+    with (tmp_path / "screen").open("w", encoding="ascii") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        assert main(["plan", "gpt2", "--gpu", "RTX 4070", "--n_layer=2"]) == 0
+    lines = (tmp_path / "screen").read_text("ascii").splitlines()
+    assert max(map(len, lines)) <= int(columns) and (len(lines) <= 25 or columns == "60")
+    assert not any("?" in line for line in lines)

@@ -55,7 +55,7 @@ def test_json_markdown_and_svg(logs: Path, capsys: pytest.CaptureFixture[str], t
     picture = tmp_path / "b.svg"
     explain.run([str(logs / "b.log"), "--gpu=4070", "--no_fixes", "--json", "--svg", str(picture)])
     plain = json.loads(capsys.readouterr().out)
-    assert {"run", "plan", "findings", "fixes"} == plain.keys()
+    assert {"run", "plan", "findings", "fixes", "general_fixes"} == plain.keys()
     tree = ElementTree.parse(picture)
     assert len(list(tree.iter(f"{SVG}polyline"))) >= 3
     explain.run([str(logs / "b.log"), "--gpu=4070", "--no_fixes", "--markdown"])
@@ -104,7 +104,7 @@ def test_nothing_to_read_and_a_missing_file_are_told(tmp_path: Path) -> None:
 def test_an_empty_log_is_explained_as_telling_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.log").touch()
     assert explain.run([str(tmp_path / "empty.log"), "--json"]) == 0
-    assert "log.incomplete" in capsys.readouterr().out
+    assert "log.unknown" in capsys.readouterr().out
 
 
 def test_two_runs_are_compared(logs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

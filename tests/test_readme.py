@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import refresh  # docs/refresh.py
 
 ROOT = Path(__file__).parent.parent
+README_PAGE = "README.md"
+DOCS = [str(page.relative_to(ROOT)) for page in refresh.PAGES[1:] if any(refresh.shown(page))]
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^\$ (oomph .*)$", README, flags=re.MULTILINE)
 PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -23,6 +26,7 @@ def test_the_readme_has_commands() -> None:
     assert PYTHON
 
 
+@pytest.mark.slow
 def test_the_readmes_commands_run_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
@@ -39,14 +43,11 @@ def test_readme_python_runs(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_the_output_shown_is_the_output_printed() -> None:
-    """The terminal output in the README is what the command prints today, the finishing dates apart."""
-    shown = re.search(r"```console\n\$ (oomph plan .*?)\n(.*?)```", README, flags=re.DOTALL)
-    assert shown is not None
-    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
-    command = [str(BIN / "oomph"), *shlex.split(shown[1])[1:]]
-    printed = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment).stdout
-    assert _lines(printed) == _lines(shown[2])
+@pytest.mark.parametrize("page", [README_PAGE, *(pytest.param(page, marks=pytest.mark.slow) for page in DOCS)], ids=str)
+def test_the_output_shown_is_the_output_printed(page: str) -> None:
+    """What a page shows of a command is what the command prints today, the finishing dates apart."""
+    for command, output in refresh.shown(ROOT / page):
+        assert _lines(refresh.printed(command)) == _lines(output), command
 
 
 def _lines(text: str) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "oomph"
 
-# Each room and the rooms it may import, all listed before it. Every room may import errors, units and files.
+# Each room and the rooms it may import, all listed before it. Every room may import those of BASE.
 MAY_IMPORT = {
     "config": (),
     "devices": (),
@@ -30,17 +32,24 @@ MAY_IMPORT = {
         "web",
     ),
 }  # fmt: skip
-BASE = {"errors", "units", "files"}
+BASE = {"errors", "units", "files", "display"}
 FACE = {"__init__", "__main__"}  # the public face: may import every room
 # (file, room) that the table does not allow, and why it is so.
 EXCEPTIONS = {
     ("training/run.py", "report"): "prints the plan when a run starts",
 }
 
+TEST_FILES = {path.name for path in Path(__file__).parent.rglob("*.py")}
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
 
 def imports(file: Path, for_types: bool = True) -> Iterator[str]:
     """Names of oomph that the file imports, lazily too: "oomph.config.load.load"."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = parsed(file)
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
@@ -139,3 +148,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         for module, file in modules.items()
     }
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+def test_the_page_on_the_architecture_names_every_folder_and_no_file_that_is_gone() -> None:
+    page = (SOURCE.parents[1] / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+(?:\.\w+)?)`", page)) | set(re.findall(r"(?<=[ (])[\w/]+/[\w]+", page))
+    parts = {part for name in named for part in name.removesuffix(".py").split("/")}
+    folders = {file.parent.name for file in SOURCE.rglob("__init__.py")} - {"oomph"}
+    assert folders <= parts
+    there = {path.name for path in SOURCE.rglob("*") if path.suffix in (".py", ".txt")}
+    assert {name.split("/")[-1] for name in named if name.endswith((".py", ".txt"))} <= there | TEST_FILES
+
+
+def test_a_type_name_means_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(SOURCE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}

@@ -47,6 +47,8 @@ class Attention(nn.Module):
         if keeps_mask:
             self.register_buffer("mask", torch.triu(torch.ones(TOKENS, TOKENS), diagonal=1))
 
+    mask: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
         keys, queries, values = self.key(x), self.query(x), self.value(x)
@@ -61,7 +63,8 @@ class Attention(nn.Module):
         scores.masked_fill_(mask, -torch.inf)
         weights = self.dropout(torch.softmax(scores / keys.shape[-1] ** 0.5, dim=-1))
         context = (weights @ values).transpose(1, 2)
-        return self.project(context.reshape(batch, tokens, width))
+        projected: Tensor = self.project(context.reshape(batch, tokens, width))
+        return projected
 
 
 class Block(nn.Module):
@@ -106,7 +109,8 @@ class Gpt(nn.Module):
         x = self.dropout(x)
         x = self.blocks(x)
         x = self.norm(x)
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = self.logits(tokens)

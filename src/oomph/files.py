@@ -1,4 +1,4 @@
-"""Files: written in full or not at all, and where this user's caches are."""
+"""Writing files in full or not at all, and where this user's caches are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oomph.errors import InputError, Problem
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write beside the target, flush to disk, then rename over it: all or nothing. Raises `InputError`."""
-    import tempfile  # 20 ms, and few commands write
+    import tempfile  # takes 20 ms, and few commands write
 
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -36,7 +36,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def parse_count(text: str) -> int | float | None:
-    """The number that "3.68B", "10M" or "5k" means; None where the text is not such a number."""
+    """The number that "3.68B", "10M" or "5k" means; None if the text is not such a number."""
     match = _COUNT.fullmatch(text)
     if match is None or not match[2].strip("_"):
         return None
@@ -47,7 +47,7 @@ def parse_count(text: str) -> int | float | None:
 
 
 def figure(number: float) -> str:
-    """A number with the digits that tell something: 1,234, 20, 0.014."""
+    """A number without decimals from 10 on, below it with two significant digits: 1,234, 20, 0.014."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
@@ -59,7 +59,7 @@ def scientific(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in the unit that suits it: 140 ms, 3.91 s, 42 min, 21.7 h, 3.4 days."""
+    """A duration in a suitable unit: 140 ms, 3.91 s, 42 min, 21.7 h, 3.4 days."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 100:
@@ -82,5 +82,5 @@ def money(amount: float, currency: str) -> str:
 
 
 def tflops(rate: float) -> str:
-    """TFLOPS in the unit that suits them: 48.0 TFLOPS, 8.3 GFLOPS."""
+    """A rate in TFLOPS in a suitable unit: 48.0 TFLOPS, 8.3 GFLOPS."""
     return f"{rate:.1f} TFLOPS" if rate >= 1 else f"{1e3 * rate:.1f} GFLOPS"

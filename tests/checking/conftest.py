@@ -9,9 +9,8 @@ import pytest
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No data here, and a cache of this test alone; the CPU's rates are not what is tested."""
+    """No data here, and a cache of this test alone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OOMPH_MEASURE", "0")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return tmp_path

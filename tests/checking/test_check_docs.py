@@ -17,7 +17,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.mark.slow
 def test_the_commands_and_the_python_shown_run(tmp_path: Path) -> None:
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OOMPH_MEASURE": "0"}
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     shown = re.findall(r"```sh\noomph (.*?)\n```", DOC, flags=re.DOTALL)
     assert len(shown) == 2
     (python,) = re.findall(r"```python\n(.*?)```", DOC, flags=re.DOTALL)

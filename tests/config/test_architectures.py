@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from oomph.config import hugging_face
 from oomph.config.load import Pasted, as_loaded, from_dict, load
-from oomph.config.schema import MODEL_TYPES, TrainConfig
+from oomph.config.programs import MODEL_TYPES
+from oomph.config.reading import hugging_face
+from oomph.config.schema import TrainConfig
 from oomph.config.settle import settle
 from oomph.devices import find
 from oomph.errors import InputError
 from oomph.planning.plan import plan
 from oomph.step.parameters import parameters
 
-CLASSES = [name for name in MODEL_TYPES if name != "nanochat"]  # of transformers
+CLASSES = [name for name in MODEL_TYPES if name not in ("nanochat", "qwen")]  # of transformers
 HF = ("trainer", "hf", "--trainer=hf")
 
 

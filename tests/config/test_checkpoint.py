@@ -18,7 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomph.config import load, pickles
+from oomph.config import load
+from oomph.config.reading import pickles
 from oomph.errors import InputError
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "bias": True, "vocab_size": 65, "dropout": 0.1}

@@ -87,3 +87,16 @@ def test_the_vocabulary_of_a_meta_pkl_is_taken_as_it_is_and_that_of_a_manifest_a
     assert from_dict({"dataset": "mine"}).config.vocab_size == 257
     (folder / "meta.pkl").unlink()
     assert from_dict({"dataset": "mine"}).config.vocab_size == 320
+
+
+def test_a_data_set_of_nanogpts_is_known_where_it_is_not_on_the_disk() -> None:
+    loaded = from_dict({"dataset": "shakespeare_char"})
+    assert (loaded.config.vocab_size, loaded.config.dataset_tokens) == (65, 1_003_854)
+
+
+def test_a_data_set_that_nobody_named_is_not_assumed() -> None:
+    assert from_dict({}).config.dataset_tokens is None
+
+
+def test_a_vocabulary_that_is_given_is_kept() -> None:
+    assert from_dict({"dataset": "shakespeare_char", "vocab_size": 100}).config.vocab_size == 100

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomph.config.expression import MAX_BITS, ExpressionError, UndecidableError, evaluate_text
+from oomph.config.reading.expression import MAX_BITS, ExpressionError, UndecidableError, evaluate_text
 
 numbers = st.one_of(st.integers(-1000, 1000).map(str), st.floats(-100, 100).map(repr), st.sampled_from(["True", "0"]))
 operators = st.sampled_from(["+", "-", "*", "/", "//", "%", "**", "<<", ">>", "<", "==", "and", "or"])

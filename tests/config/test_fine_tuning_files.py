@@ -70,8 +70,8 @@ def test_llama_factory_checkpoints_unless_told_otherwise() -> None:
     loaded = read(LLAMA_FACTORY)
     assert loaded.config.checkpoint_layers == loaded.config.n_layer == 36
     assert (loaded.config.method, loaded.config.lora_targets) == ("lora", "all-linear")
-    assert any("enable_liger_kernel" in note for note in loaded.notes)  # its other kernels are not described
-    assert loaded.config.fused_loss == "liger"
+    assert loaded.config.liger_kernel
+    assert not any("liger" in note for note in loaded.notes)
     assert read(LLAMA_FACTORY + "disable_gradient_checkpointing: true\n").config.checkpoint_layers == 0
 
 
@@ -142,3 +142,22 @@ def test_any_values_are_read_or_refused(content: dict[str, object]) -> None:
         read(json.dumps(content), "any.json", "Qwen/Qwen3-0.6B")
     except InputError as error:
         assert error.problems
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\n", (True, "off")),
+        ("liger_fused_linear_cross_entropy: true\n", (False, "liger")),
+        ("cut_cross_entropy: true\n", (False, "cce")),
+    ],
+)
+def test_axolotls_kernels_have_a_key_each(lines: str, expected: tuple[bool, str]) -> None:
+    config = read(AXOLOTL + lines).config
+    assert (config.liger_kernel, config.fused_loss) == expected
+
+
+@pytest.mark.parametrize("text", [AXOLOTL, LLAMA_FACTORY + "quantization_bit: 4\n"], ids=["axolotl", "LLaMA-Factory"])
+def test_both_quantize_scales_and_leave_the_rest_in_the_bases_dtype(text: str) -> None:
+    config = read(text).config
+    assert (config.quantization, config.double_quantization, config.upcast) == ("nf4", True, "off")

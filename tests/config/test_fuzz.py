@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomph.config import KEYS, LoadedConfig, load
-from oomph.config.expression import parse_text
-from oomph.config.schema import keys
+from oomph.config.keys import keys
+from oomph.config.reading.expression import parse_text
 from oomph.errors import InputError
 
 CANARY = "oomph_canary_sang"

@@ -220,6 +220,12 @@ def test_a_forks_own_keys_may_be_set_once_its_train_py_is_named(tmp_path: Path) 
         read(tmp_path, "use_rope = False")
 
 
+def test_a_forks_own_keys_that_change_a_step_are_known_where_they_are_on(tmp_path: Path) -> None:
+    text = "n_layer = 2\nn_kv_head = 4\nuse_checkpoint = False\nmy_note = 'x'\nuse_rope = False\nconfig_keys = []\n"
+    assert read(tmp_path, text).foreign == ("n_kv_head",)
+    assert read(tmp_path, text, "use_rope = True").foreign == ("n_kv_head", "use_rope")
+
+
 def test_a_train_pys_own_shape_raises_no_note_beside_init_from(tmp_path: Path) -> None:
     loaded = read(tmp_path, "n_layer = 12\nconfig_keys = []\n", "init_from = 'gpt2-xl'")
     assert loaded.config.n_layer == 48

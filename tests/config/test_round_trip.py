@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomph.config import Key, TrainConfig, describe_keys, from_dict, load, to_python, to_toml
-from oomph.config.schema import MIXTURES, READ_BY
+from oomph.config.programs import MIXTURES, OWN_CLASSES, READ_BY, TRANSFORMERS
 
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
 
@@ -22,8 +22,14 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(["2.4", "2.13.0"])
     if key.name == "transformers_version":
         return st.sampled_from(["4.50", "5.22.2"])
+    if key.name == "trl_version":
+        return st.sampled_from(["0.24", "1.16.0"])
+    if key.name == "bitsandbytes_version":
+        return st.sampled_from(["0.42", "0.45.2"])
     if key.name == "window_pattern":
         return st.sampled_from(["L", "SSSL"])
+    if key.name == "reshard_after_forward":
+        return st.sampled_from(["true", "false", "4"])
     if key.choices:
         return st.sampled_from(key.choices)
     if key.kind is bool:
@@ -42,40 +48,72 @@ def fitting_together(drawn: dict[str, Any]) -> dict[str, Any]:
     ours = {
         "use_cache": None,
         "padding": False,
+        "packing": "off",
         "zero_grad": "after_step",
         "method": "full",
         "quantization": None,
         "fused_loss": "off",
+        "liger_kernel": False,
+        "fast_kernels": False,
     }  # what loops around transformers' models alone have
+    parts = {"position_embedding_type": "absolute", "norm_type": "layernorm", "use_qk_norm": False}
+    parts |= {"is_gated_act": False}  # what oomph train's GPT alone has
+    if trainer not in ("nanogpt", "oomph"):
+        ours |= parts
     if "nanochat" in (model, trainer):
         return {"model_type": "nanochat", "trainer": "nanochat", "loss_chunk": None, **ours}
-    attention = {"attention": "flash"} if drawn.get("attention") == "flash3" else {}
-    if model != "gpt2" or trainer in ("hf", "torch"):
-        program = "torch" if trainer == "torch" else "hf"
+    if trainer in OWN_CLASSES:
+        eager = {"compile": False, "autocast": False, "dtype": "bfloat16", "attention": "flash"}
+        return {"model_type": OWN_CLASSES[trainer][0], "loss_chunk": None, **eager, **ours}
+    attention = {"attention": "flash"} if drawn.get("attention") in ("eager", "flash2", "flash3") else {}
+    if model != "gpt2" or trainer in TRANSFORMERS:
+        program = trainer if trainer in TRANSFORMERS and trainer != "unsloth" else "hf"
         eager = {"compile": False} if program == "torch" else {"zero_grad": "after_step"}
         full = drawn.get("method") in (None, "full", "dora") or model in MIXTURES
         base = {"method": "full", "quantization": None} if full else {"quantization": "nf4", "compile": False}
+        base |= {"compile": False} if model in MIXTURES else {}
         unread = {key: None for key, families in READ_BY.items() if model not in families}
-        shape = {"max_position_embeddings": None, "block_size": 512, "loss_chunk": None, "fused_loss": "off"}
-        return {"trainer": program, **shape, **attention, **eager, **base, **unread}
-    return {"intermediate_size": None, **attention, **ours}
+        shape = {"max_position_embeddings": None, "block_size": 512, "loss_chunk": None}
+        shape |= {"fused_loss": "off", "liger_kernel": False, "fast_kernels": False, "packing": "off"}
+        return {"trainer": program, "eval_only": False, **parts, **shape, **attention, **eager, **base, **unread}
+    shape = {"intermediate_size": None, "head_dim": None, "hidden_act": "gelu", "position_embedding_type": "absolute"}
+    return {**shape, **attention, **ours}
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> TrainConfig:
-    drawn = {key.name: draw(values_of(key)) for key in draw(st.sets(st.sampled_from(describe_keys()), max_size=12))}
+    known = [key for key in describe_keys() if key.name not in ("recipe", "lengths")]  # which stand for others
+    drawn = {key.name: draw(values_of(key)) for key in draw(st.sets(st.sampled_from(known), max_size=12))}
     heads = draw(st.integers(1, 64))
     drawn |= {"n_head": heads, "n_embd": heads * draw(st.integers(1, 128)), "n_layer": draw(st.integers(1, 100))}
     drawn |= fitting_together(drawn)
+    if str(drawn.get("optimizer")).startswith("paged") and drawn.get("trainer") not in TRANSFORMERS:
+        del drawn["optimizer"]
     experts = draw(st.integers(1, 64)) if drawn.get("model_type") in MIXTURES else None
     drawn |= {"num_experts": experts, "num_experts_per_tok": experts and draw(st.integers(1, experts))}
-    numbered = ("hf", "torch", "nanochat")  # those have a number where none is said
+    numbered = (*TRANSFORMERS, "nanochat")  # those have a number where none is said
     own = [None] if drawn.get("trainer") not in numbered else []
-    alone = drawn.get("model_type", "gpt2") in ("gpt2", "gpt_neox", "opt") and drawn.get("trainer") in ("hf", "torch")
+    alone = (
+        drawn.get("model_type", "gpt2") in ("gpt2", "gpt_neox", "opt", "qwen") and drawn.get("trainer") in TRANSFORMERS
+    )
     drawn["num_key_value_heads"] = draw(st.sampled_from([heads] if alone else [*own, 1, heads]))
-    drawn["checkpoint_layers"] = draw(st.integers(0, drawn["n_layer"]))
-    drawn["world_size"] = draw(st.integers(1, 8))
+    layers = drawn["n_layer"]
+    all_or_none = drawn.get("trainer") in TRANSFORMERS
+    drawn["checkpoint_layers"] = draw(st.sampled_from([0, layers]) if all_or_none else st.integers(0, layers))
+    if drawn.get("trainer") in OWN_CLASSES:
+        drawn["checkpoint_layers"] = 0
+    drawn["world_size"] = 1 if drawn.get("trainer") in OWN_CLASSES else draw(st.integers(1, 8))
     drawn["gradient_accumulation_steps"] = drawn["world_size"] * draw(st.integers(1, 64))
+    drawn |= {
+        "nodes": 1,
+        "shard_size": None,
+        "tensor_parallel_degree": 1,
+        "deepspeed": "off",
+        "cpu_offload": "off",
+        "modules_to_save": None,
+    }
+    if drawn.get("model_type") == "qwen":
+        drawn |= {"compile": False, "tie_weights": False}
     drawn["init_from"] = "scratch"
     drawn["dataset"] = "a dataset that is nowhere"
     if drawn.get("loss_chunk"):

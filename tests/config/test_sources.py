@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,11 @@ def test_nothing_at_all_is_nanogpts_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", GPT2_SHAPES)
-def test_a_preset_sets_the_shape_alone(name: str) -> None:
+def test_a_preset_sets_the_architecture_and_its_shape_alone(name: str) -> None:
     loaded = load([name])
     said = {key for key in loaded.sources if loaded.said(key)}
-    assert said == {"n_layer", "n_head", "n_embd"}
-    assert {key: getattr(loaded.config, key) for key in said} == GPT2_SHAPES[name]
+    assert said == {"model_type", "n_layer", "n_head", "n_embd"}
+    assert {key: getattr(loaded.config, key) for key in said} == {"model_type": "gpt2", **GPT2_SHAPES[name]}
     assert loaded.sources["n_layer"] == f"preset {name}"
 
 
@@ -100,7 +101,7 @@ def test_an_override_means_what_people_mean(text: str, value: object) -> None:
 def test_an_override_that_means_nothing_is_a_problem(text: str) -> None:
     (problem,) = problems(overrides=(text,))
     assert problem.startswith(text.split("\n")[0])
-    assert "allowed" in problem
+    assert "; try: " in problem
 
 
 def test_an_unknown_override_names_the_nearest_key() -> None:
@@ -224,3 +225,62 @@ def test_an_unknown_model_is_told_the_nearest_name(name: str, near: str | None) 
     with pytest.raises(InputError) as caught:
         load([name])
     assert [problem.nearest for problem in caught.value.problems] == [near]
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 32}
+
+
+def written(tmp_path: Path, name: str, content: dict[str, object]) -> str:
+    (tmp_path / name).write_text(json.dumps(content))
+    return str(tmp_path / name)
+
+
+def test_problems_of_a_models_config_call_keys_what_it_calls_them(tmp_path: Path) -> None:
+    wrong = {"hidden_size": 65, "num_hidden_layers": 0, "head_dim": None}
+    file = written(tmp_path, "config.json", LLAMA | wrong)
+    with pytest.raises(InputError) as refused:
+        load([file], [("n_head", "3", "--n_head=3")])
+    assert [problem.what for problem in refused.value.problems] == [
+        "num_hidden_layers is not valid",
+        "hidden_size is not a multiple of n_head",
+    ]
+
+
+def test_a_second_model_keeps_nothing_of_the_first(tmp_path: Path) -> None:
+    first = written(tmp_path, "llama.json", LLAMA)
+    second = written(tmp_path, "gpt2.json", {"model_type": "gpt2", "n_embd": 128, "n_head": 4})
+    assert load([first, second]).config == load([second], [("trainer", "hf", "--trainer=hf")]).config
+    assert load([second, first]).config == load([first]).config
+    assert load([first, "gpt2"], [("trainer", "nanogpt", "-")]).config == load(["gpt2"]).config
+    run = tmp_path / "run.py"
+    run.write_text("block_size = 512\n")
+    assert load([second, run, first]).config.block_size == 512
+
+
+@pytest.mark.parametrize("source", ["gpt2", "openai-community/gpt2"])
+def test_gpt2_is_not_planned_as_nanochats_model(source: str) -> None:
+    with pytest.raises(InputError, match="nanochat trains nanochat only; found model_type = 'gpt2'"):
+        load([source], [("trainer", "nanochat", "--trainer=nanochat")])
+
+
+@pytest.mark.parametrize("trainer", ["nanochat", "torchtitan"])
+def test_a_nanogpt_config_is_not_planned_as_another_programs_model(trainer: str, tmp_path: Path) -> None:
+    file = tmp_path / "small.py"
+    file.write_text("n_layer = 4\nn_head = 4\nn_embd = 128\n")
+    with pytest.raises(InputError, match=r"only; found model_type = 'gpt2' \(.*small.py is nanoGPT's\)"):
+        load([file], [("trainer", trainer, f"--trainer={trainer}")])
+
+
+@pytest.mark.parametrize("text", ["trainer = 'nanochat'\nn_layer = 4\n", "learning_rate = 1e-3\n"])
+def test_a_py_file_that_names_its_program_or_no_model_is_nanochats_too(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "small.py"
+    file.write_text(text)
+    assert load([file], [("trainer", "nanochat", "--trainer=nanochat")]).config.model_type == "nanochat"
+
+
+@pytest.mark.parametrize("trainer", ["hf", "torch"])
+def test_transformers_checkpoints_all_blocks_or_none(trainer: str) -> None:
+    keys = {"trainer": trainer, "n_layer": 6}
+    assert [from_dict(keys | {"checkpoint_layers": each}).config.checkpoint_layers for each in (0, 6)] == [0, 6]
+    with pytest.raises(InputError, match="0 or all, which is 6"):
+        from_dict(keys | {"checkpoint_layers": 3})

@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomph.config import TrainConfig, describe_keys, from_dict, validate
-from oomph.config.schema import keys
+from oomph.config.keys import keys
+from oomph.config.programs import EAGER
 from oomph.config.values import coerce
+from oomph.devices import find
 from oomph.errors import InputError, Problem
+from oomph.fitting.space import programs
 from oomph.units import parse_count
 
 
@@ -134,3 +137,11 @@ def test_a_share_that_must_be_more_than_0_and_at_most_1_is_held_to_both(value: f
     with pytest.raises(InputError) as error:
         from_dict({"partial_rotary_factor": value})
     assert [problem.allowed for problem in error.value.problems] == ["a number of more than 0, at most 1"]
+
+
+@pytest.mark.parametrize("trainer", EAGER)
+def test_programs_described_only_eagerly_are_refused_compiled(trainer: str) -> None:
+    settings = {"trainer": trainer, "model_type": "llama", "batch_size": 1, "block_size": 512}
+    found = [problem.found for problem in refused(**settings, compile=True)]
+    assert f"trainer = {trainer!r}, compile = True" in found
+    assert programs(from_dict(settings), find("RTX 4090"))[trainer].compile == (False,)

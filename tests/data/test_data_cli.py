@@ -11,7 +11,7 @@ import pytest
 from data_helpers import write_jsonl
 
 from oomph.cli import data as verb
-from oomph.data.task import Progress
+from oomph.data.task import PreparationProgress
 from oomph.errors import InputError
 from refusals import refused
 
@@ -112,14 +112,14 @@ def test_escapes_of_a_separator_are_understood() -> None:
 
 
 def test_the_progress_line_has_the_share_the_rate_and_the_time_left() -> None:
-    progress = Progress(True, 100 * 2**20, None, 0, 0)
+    progress = PreparationProgress(True, 100 * 2**20, None, 0, 0)
     assert progress.line(25 * 2**20, 6_000_000, 5.0) == (
         " 25.0%  25 MiB read  6.00 M tokens  5.0 MiB/s  1.20 M tokens/s  15 s to go"
     )
 
 
 def test_the_time_left_is_that_of_whatever_ends_first() -> None:
-    progress = Progress(True, 100 * 2**20, 8_000_000, 0, 0)
+    progress = PreparationProgress(True, 100 * 2**20, 8_000_000, 0, 0)
     assert progress.line(25 * 2**20, 6_000_000, 6.0).startswith(" 75.0%")
     assert progress.line(25 * 2**20, 6_000_000, 6.0).endswith("2 s to go")
 

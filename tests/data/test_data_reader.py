@@ -88,10 +88,57 @@ def test_ranks_together_read_what_one_would_read_alone(folder: Path, order: str)
 
 
 def test_ranks_read_disjoint_windows_all_through_an_epoch(folder: Path) -> None:
+    np.arange(10_020, dtype=np.uint16).tofile(folder / "train.bin")
     ranks = [Batches(folder, batch_size=5, block_size=20, order="epochs", rank=rank, world_size=4) for rank in range(4)]
     assert ranks[0].epoch_windows == 500
-    starts = [int(start) for rank in ranks for _ in range(25) for start in next(rank)[0][:, 0]]
-    assert sorted(starts) == list(range(0, 10_000, 20))
+    starts = sorted(int(start) for rank in ranks for _ in range(25) for start in next(rank)[0][:, 0])
+    assert len(starts) == 500 and (np.diff(starts) == 20).all()
+
+
+def test_each_epoch_cuts_the_text_elsewhere(folder: Path) -> None:
+    batches = Batches(folder, batch_size=499, block_size=20, order="epochs")
+    shifts = []
+    for _ in range(4):
+        starts = np.sort(next(batches)[0][:, 0])
+        assert (np.diff(starts) == 20).all() and starts[0] < 20
+        shifts.append(int(starts[0]))
+    assert len(set(shifts)) > 1
+
+
+def test_a_set_of_one_window_can_be_read_in_epochs(tmp_path: Path) -> None:
+    np.arange(20, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    starts = {int(start) for start in next(Batches(tmp_path, batch_size=99, block_size=16, order="epochs"))[0][:, 0]}
+    assert starts <= {0, 1, 2, 3} and len(starts) > 1
+
+
+@pytest.mark.parametrize(("even", "starts"), [(1, [0]), (3, [0, 4990, 9980]), (9999, list(range(0, 10_000, 20)))])
+def test_evaluation_windows_are_spread_evenly_and_never_overlap(folder: Path, even: int, starts: list[int]) -> None:
+    batches = Batches(folder, batch_size=len(starts), block_size=20, order="even", even=even)
+    for _ in range(2):
+        assert next(batches)[0][:, 0].tolist() == starts
+
+
+def test_reading_maps_no_file(folder: Path) -> None:
+    batches = Batches(folder, batch_size=4, block_size=16)
+    next(batches)
+    assert "train.bin" not in Path("/proc/self/maps").read_text()
+
+
+def test_other_tokens_of_the_same_number_are_other_data(folder: Path) -> None:
+    state = Batches(folder, batch_size=4, block_size=16).state()
+    tokens = np.fromfile(folder / "train.bin", np.uint16)
+    tokens[::100] += 1
+    tokens.tofile(folder / "train.bin")
+    with pytest.raises(InputError, match="sample differs"):
+        Batches(folder, batch_size=4, block_size=16, state=state)
+
+
+def test_a_file_truncated_while_it_is_read_is_an_error(folder: Path) -> None:
+    batches = Batches(folder, batch_size=400, block_size=16)
+    next(batches)
+    (folder / "train.bin").write_bytes(bytes(100))
+    with pytest.raises(InputError, match="truncated"):
+        next(batches)
 
 
 def test_half_the_batch_reads_the_same_windows(folder: Path) -> None:
@@ -112,7 +159,7 @@ def test_a_state_of_other_data_or_settings_is_refused(folder: Path) -> None:
     state = Batches(folder, batch_size=8, block_size=16).state()
     with refused(found="16", allowed="32") as problems:
         Batches(folder, "val", batch_size=8, block_size=32, state=state)
-    assert len(problems) == 2  # the block size and the number of tokens
+    assert len(problems) == 3  # the block size, the number of tokens and a sample of them
 
 
 def test_a_file_too_short_for_a_window_or_cut_short_is_refused(folder: Path) -> None:
@@ -169,7 +216,7 @@ def test_prefetched_batches_and_their_state_are_the_readers(folder: Path) -> Non
 def test_what_fails_in_the_background_is_raised_where_the_batch_is_asked_for(folder: Path) -> None:
     batches = Batches(folder, batch_size=4, block_size=16)
     batches._starts_of = lambda first, count: np.array([10**9])  # type: ignore[method-assign]  # noqa: ARG005
-    with pytest.raises(IndexError):
+    with pytest.raises(InputError, match="truncated"):
         next(Prefetcher(batches))
 
 

@@ -223,7 +223,7 @@ def test_twenty_kills_do_not_change_the_bytes(
     whole_run = time.monotonic() - began
     draw = random.Random(7)
     kills, begun, fresh, orphans = 0, 0, 0, []
-    while kills < 20:
+    while kills < 20 or (not begun and kills < 60):  # on a busy machine most come before the first token
         out = tmp_path / f"out{fresh}"
         process = start(out=str(out), **settings)
         time.sleep(draw.uniform(0, whole_run))

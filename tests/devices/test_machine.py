@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from oomph.devices import cpu_rates as rates
-from oomph.devices import detect, find
+from oomph.devices import detect, find, machine
 from oomph.devices.cpu_rates import measure, waited_s, waits_s
 from oomph.devices.machine import read_cpu, usable_threads
 
@@ -53,6 +53,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, cards: list[tuple[str, int]], dri
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("OOMPH_MEASURE")
     return tmp_path / "cache"
 
 
@@ -111,6 +112,7 @@ def test_the_environment_can_forbid_measuring(monkeypatch: pytest.MonkeyPatch, o
     assert not own_cache.exists()
 
 
+@pytest.mark.slow
 def test_measured_rates_are_kept_and_a_broken_file_is_replaced(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,13 +128,13 @@ def test_measured_rates_are_kept_and_a_broken_file_is_replaced(
 
 
 def test_rates_of_a_busy_machine_are_said_to_be_and_not_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = rates.CpuRates(0.1, None, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, 1e-9, 7e-9, waited=0.4)
-    monkeypatch.setattr(rates, "_measure", lambda _: measured)
+    measured = rates.CpuRates(0.1, 0.02, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, 1e-9, 7e-9, waited=0.4)
+    monkeypatch.setattr(rates, "_measure", lambda: measured)
     device = detect("cpu")
     assert device.tflops_fp32 == 0.1
     assert any("40%" in note for note in device.notes)
     assert not own_cache.exists()
-    monkeypatch.setattr(rates, "_measure", lambda _: replace(measured, waited=0.05))
+    monkeypatch.setattr(rates, "_measure", lambda: replace(measured, waited=0.05))
     assert not detect("cpu").notes
     assert (own_cache / "oomph" / "cpu.json").exists()
 
@@ -147,21 +149,39 @@ def test_what_waits_for_the_cpu_is_counted() -> None:
 def test_an_unwritable_cache_only_means_measuring_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    measured = rates.CpuRates(0.1, None, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, 1e-9, 7e-9)
-    monkeypatch.setattr(rates, "_measure", lambda _: measured)
-    assert rates.cpu_rates("a CPU", 2, False) == measured
+    measured = rates.CpuRates(0.1, 0.02, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, 1e-9, 7e-9)
+    monkeypatch.setattr(rates, "_measure", lambda: measured)
+    assert rates.cpu_rates("a CPU", 2) == measured
+
+
+@pytest.mark.parametrize(("used", "shared"), [(0, False), (1, False), (20, True)])
+def test_a_cpu_is_shared_if_others_use_it_now(monkeypatch: pytest.MonkeyPatch, used: int, shared: bool) -> None:
+    ticks = iter([{"cpu0": (500, 1000), "cpu1": (0, 1000)}, {"cpu0": (500 + used, 1020), "cpu1": (0, 1020)}])
+    monkeypatch.setattr(rates, "_cpu_ticks", lambda: next(ticks))
+    assert rates.is_shared(0.0) == shared
+
+
+def test_threads_sleep_unless_the_user_said_otherwise() -> None:
+    environment = {"OMP_WAIT_POLICY": "ACTIVE"}
+    rates.let_threads_sleep(environment)
+    assert environment == {"OMP_WAIT_POLICY": "ACTIVE", "KMP_BLOCKTIME": "0"}
 
 
 def test_measuring_that_fails_leaves_the_rates_unknown(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert rates.cpu_rates("a CPU", 2, False) is None
+    assert rates.cpu_rates("a CPU", 2) is None
     assert not own_cache.exists()
 
 
-def test_the_measurement_times_bfloat16_only_where_asked() -> None:
-    found = measure(with_bf16=False, budget_s=0.01)
-    assert found["tflops_bf16"] is None
-    assert found["tflops_fp32"] and found["copy_gbs"]
+def test_bfloat16_is_measured_with_and_without_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Muon computes in it whatever the CPU: float32's rate would promise too much."""
+    found = measure(budget_s=0.01)
+    assert found["tflops_bf16"] and found["tflops_fp32"] and found["copy_gbs"]
+    measured = rates.CpuRates(0.1, 0.02, 10.0, 50.0, 9.0, 5e-10, 2e-6, 2e-9, 1e-9, 7e-9)
+    monkeypatch.setattr(machine, "cpu_rates", lambda *_: measured)
+    for has_bf16 in (True, False):
+        monkeypatch.setattr(machine, "read_cpu", lambda has=has_bf16: machine.Cpu("a CPU", 1, 1000, 900, has))
+        assert detect("cpu").peak_tflops("bfloat16") == 0.02
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

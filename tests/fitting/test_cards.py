@@ -11,6 +11,7 @@ import oomph
 from oomph import devices
 from oomph.fitting.cards import CardOption, Cards, which_cards
 from oomph.fitting.fit import fit
+from oomph.fitting.result import Fit
 from oomph.report.document import Table, Text
 from oomph.report.fit import THIN, cards_document
 from oomph.report.markdown import to_markdown
@@ -42,7 +43,7 @@ def test_a_card_on_which_only_another_program_fits_would_do_and_says_which() -> 
     assert re.search(r"\| (oomph|patched) \|", to_markdown(cards_document(found)))
 
 
-@pytest.mark.parametrize("share", [0.5, 0.97, 1.05])
+@pytest.mark.parametrize("share", [0.97, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.5, 1.05))])
 def test_a_card_is_in_time_where_fit_calls_it_in_time(share: float) -> None:
     cards = [card(mib, tflops) for mib, tflops in ((1400, 30.0), (2600, 20.0), (9000, 18.0), (9000, 4.0))]
     asked = oomph.plan(RUN, cards[2]).time
@@ -86,16 +87,21 @@ def only_just() -> tuple[dict[str, int], devices.Device]:
     return run, msgspec.structs.replace(card(10**6), memory_mib=498, usable_mib=498)
 
 
-def test_a_card_on_which_the_leanest_setting_alone_fits_would_do_as_fit_says() -> None:
+@pytest.fixture(scope="module")
+def fitted_only_just() -> Fit:
+    return fit(*only_just())
+
+
+def test_a_card_on_which_the_leanest_setting_alone_fits_would_do_as_fit_says(fitted_only_just: Fit) -> None:
     run, tight = only_just()
     found = which_cards(run, cards=[tight])
-    assert fit(run, tight).is_yes
+    assert fitted_only_just.is_yes
     assert found.fitting
     assert "only just" in found.verdict
 
 
-def test_the_verdict_says_that_a_setting_must_give_cache_back() -> None:
-    found = fit(*only_just())
+def test_the_verdict_says_that_a_setting_must_give_cache_back(fitted_only_just: Fit) -> None:
+    found = fitted_only_just
     assert found.chosen is not None
     assert found.chosen.plan.memory.retries
     assert "give cached memory back" in found.verdict

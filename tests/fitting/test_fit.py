@@ -101,7 +101,8 @@ def test_the_json_has_every_key_of_the_contract(run_d: Fit) -> None:
     msgspec.json.encode(result)
 
 
-@pytest.mark.parametrize("width", [384, 512, *(pytest.param(w, marks=pytest.mark.slow) for w in (576, 768))])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [384, 512, 576])  # 768 is run D
 def test_each_width_of_the_day_of_guesses_gets_its_answer_from_one_command(width: int) -> None:
     found = fit(HISTORY | {"n_embd": width, "n_head": width // 64}, "RTX 4070")
     assert found.chosen is not None
@@ -176,10 +177,12 @@ def test_the_verdict_on_a_late_run_says_its_hours_once() -> None:
     assert late.verdict.count(f"{late.chosen.hours if late.chosen else 0:,.1f} h") == 1
 
 
-def test_reserved_memory_is_kept_free(run_d: Fit) -> None:
-    tight = fit(run_d.loaded, "RTX 4070", reserve_mib=4500)
+def test_reserved_memory_is_kept_free() -> None:
+    device = find("RTX 4070")
+    need = oomph.plan(SMALL_RUN, device).memory.total_mib
+    tight = fit(SMALL_RUN, device, reserve_mib=device.usable_mib - need / 2)
     assert tight.chosen is not None
-    assert tight.chosen.plan.memory.total_mib <= 11837 - 4500
+    assert tight.chosen.plan.memory.total_mib <= need / 2
     assert tight.chosen.sequences == 512
 
 
@@ -217,17 +220,17 @@ def test_which_card_would_do_names_the_smallest_and_simulates_each() -> None:
 
 def test_a_change_of_the_arithmetic_is_searched_too_and_the_star_is_its_fastest() -> None:
     config = {
-        "n_layer": 6, "n_embd": 1024, "n_head": 16, "vocab_size": 8192, "batch_size": 8, "block_size": 512,
+        "n_layer": 2, "n_embd": 1024, "n_head": 16, "vocab_size": 8192, "batch_size": 4, "block_size": 512,
         "gradient_accumulation_steps": 2,
     }  # fmt: skip
-    device = devices.custom("small", mib=1750, tflops=20.0, gbs=300.0, watts=None)
+    device = devices.custom("small", mib=1100, tflops=20.0, gbs=300.0, watts=None)
     found = fit(config, device)
     best = found.chosen
     assert best is not None
     assert (best.kind, best.plan.config.optimizer, best.plan.config.autocast) == ("nearly", "adamw8bit", True)
     size, steps = best.plan.config.batch_size, best.plan.config.gradient_accumulation_steps
     leanest = msgspec.structs.replace(
-        best.plan.config, batch_size=1, gradient_accumulation_steps=size * steps, checkpoint_layers=6, compile=False
+        best.plan.config, batch_size=1, gradient_accumulation_steps=size * steps, checkpoint_layers=2, compile=False
     )
     other = oomph.plan(leanest, device)
     assert other.time is not None
@@ -240,21 +243,18 @@ def test_the_safest_fits_even_where_the_prediction_misses(run_d: Fit) -> None:
     assert memory.high_mib <= (memory.capacity_mib or 0)
 
 
-def test_where_no_setting_of_the_program_is_safe_the_report_says_so_and_names_the_roomiest_elsewhere() -> None:
+def test_where_no_setting_of_the_program_is_safe_the_best_is_one_of_the_next_program_that_is() -> None:
     config = SMALL_RUN | {"batch_size": 1, "gradient_accumulation_steps": 4}
     roomy = devices.custom("tight", mib=4000, tflops=20.0, gbs=300.0, watts=None)
     need = oomph.plan(config | {"expandable_segments": True}, roomy).memory.total_mib
     found = fit(config, msgspec.structs.replace(roomy, usable_mib=int(need) + 12))
-    assert found.chosen is not None
-    assert found.chosen.trainer == "nanogpt"
+    assert found.chosen is not None and found.chosen.patched
+    assert found.chosen.plan.memory.high_mib <= (found.chosen.plan.memory.capacity_mib or 0)
     assert not any(
         option.plan.memory.high_mib <= (option.plan.memory.capacity_mib or 0)
         for option in found.options
         if option.trainer == "nanogpt" and not option.patched and option.kind == "same"
     )
-    assert found.safest is None
-    assert any("no setting of nanoGPT is safe" in sentence for sentence in found.why)
-    assert not any("safest" in option.reason for option in found.options)
 
 
 def test_an_effective_batch_with_a_large_prime_in_it_asks_for_no_endless_simulation() -> None:
@@ -272,9 +272,10 @@ def test_without_a_model_the_cards_are_told_for_the_default_one_and_the_answer_s
 
 
 def test_keys_that_follow_from_width_and_heads_are_no_changes_of_their_own() -> None:
-    before, after = (oomph.plan({"n_head": heads, "n_embd": 64 * heads}, "RTX 4070").config for heads in (6, 12))
+    shapes = [{"n_head": 6, "n_embd": 384}, {"n_head": 12, "n_embd": 768}]
+    shapes.append({**shapes[-1], "num_key_value_heads": 3})
+    before, after, grouped = (oomph.plan({"trainer": "oomph", **shape}, "RTX 4070").config for shape in shapes)
     assert changes_between(before, after) == {"n_head": 12, "n_embd": 768}
-    grouped = oomph.plan({"n_head": 12, "n_embd": 768, "num_key_value_heads": 3}, "RTX 4070").config
     assert changes_between(after, grouped) == {"num_key_value_heads": 3}
 
 
@@ -299,9 +300,9 @@ def test_bfloat16_throughout_and_8_bit_adam_are_taken_together_where_neither_is_
 
 @pytest.mark.parametrize("trainer", ["hf", "torch"])
 def test_transformers_models_checkpoint_all_blocks_or_none_and_then_keep_no_cache(trainer: str) -> None:
-    keys = SMALL_LLAMA | {"trainer": trainer, "n_layer": 6, "batch_size": 8, "transformers_version": "4.57"}
-    options = fit(keys, card(1200)).options
-    assert {each.plan.config.checkpoint_layers for each in options} >= {0, 6}
+    shape = {"n_layer": 3, "n_embd": 512, "n_head": 8, "intermediate_size": 2048, "batch_size": 4}
+    options = fit(SMALL_LLAMA | shape | {"trainer": trainer, "transformers_version": "4.57"}, card(1000)).options
+    assert {each.plan.config.checkpoint_layers for each in options} >= {0, 3}
     for each in options:
         config = each.plan.config
         assert config.checkpoint_layers in (0, config.n_layer)

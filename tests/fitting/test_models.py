@@ -26,12 +26,6 @@ HISTORY = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def grown() -> Fit:
-    """The largest models in place of the 12 layers."""
-    return fit(HISTORY, "RTX 4070", largest=True)
-
-
 def test_the_gpt_2_family_lies_on_the_line_of_usual_depths() -> None:
     assert [grow.usual_depth(width) for width in (768, 1024, 1280)] == [12, 24, 36]
 
@@ -73,7 +67,7 @@ def test_the_deepest_model_is_that_of_trying_every_depth(hours: float | None) ->
         "n_layer": 2, "n_head": 2, "n_embd": 128, "block_size": 256, "vocab_size": 4096, "batch_size": 8,
         "gradient_accumulation_steps": 1, "max_iters": 1000,
     }  # fmt: skip
-    searcher = Searcher(devices.custom("small", mib=700, tflops=5.0, gbs=100.0, watts=None))
+    searcher = Searcher(devices.custom("small", mib=800, tflops=5.0, gbs=100.0, watts=None))
     sizes = [DepthAndWidth(layers, 128) for layers in range(1, 30)]
     sizers = [
         Sizer(configs.as_loaded(config), searcher, Limits(hours, None), proposing=False, tell=lambda _: None)
@@ -117,11 +111,16 @@ def test_from_nothing_a_model_is_proposed_that_fits_trains_in_time_and_has_its_t
     assert any("learning rate" in sentence for sentence in found.why)
 
 
-def test_with_hours_alone_the_tokens_are_twenty_a_parameter() -> None:
-    found = fit(None, "RTX 3090", hours=10)
-    assert found.chosen is not None
-    assert found.chosen.plan.data.tokens_per_param == pytest.approx(20, rel=0.01)
-    assert (found.chosen.hours or 0) <= 10
+@pytest.fixture(scope="module")
+def proposed() -> Fit:
+    """A model from nothing but five hours."""
+    return fit(None, "RTX 4070", hours=5)
+
+
+def test_with_hours_alone_the_tokens_are_twenty_a_parameter(proposed: Fit) -> None:
+    assert proposed.chosen is not None
+    assert proposed.chosen.plan.data.tokens_per_param == pytest.approx(20, rel=0.01)
+    assert (proposed.chosen.hours or 0) <= 5
 
 
 def test_a_model_no_larger_than_its_tokens_are_worth_is_proposed() -> None:
@@ -131,7 +130,7 @@ def test_a_model_no_larger_than_its_tokens_are_worth_is_proposed() -> None:
 
 
 def test_keys_that_were_said_are_kept_in_a_proposal() -> None:
-    found = fit({"block_size": 512, "learning_rate": 1e-3, "bias": True}, "RTX 4070", hours=5)
+    found = fit({"block_size": 512, "learning_rate": 1e-3, "bias": True}, "RTX 4070", tokens=1e9)
     assert found.chosen is not None
     config = found.chosen.plan.config
     assert (config.block_size, config.learning_rate, config.bias) == (512, 1e-3, True)
@@ -200,11 +199,10 @@ def test_an_hour_that_is_too_short_for_anything_is_a_no() -> None:
     assert found.verdict.startswith("No")
 
 
-def test_a_proposal_plans_the_same_on_its_own() -> None:
-    found = fit(None, "RTX 4070", hours=5)
-    assert found.chosen is not None
-    again = oomph.plan(found.chosen.plan.config, "RTX 4070")
-    assert again.memory.total_mib == found.chosen.plan.memory.total_mib
+def test_a_proposal_plans_the_same_on_its_own(proposed: Fit) -> None:
+    assert proposed.chosen is not None
+    again = oomph.plan(proposed.chosen.plan.config, "RTX 4070")
+    assert again.memory.total_mib == proposed.chosen.plan.memory.total_mib
 
 
 @pytest.mark.parametrize(
@@ -222,13 +220,13 @@ def test_a_card_too_small_for_any_model_is_told_by_its_memory() -> None:
     assert "does not fit" in fit(None, tiny, hours=5).verdict
 
 
-def test_the_largest_model_is_looked_for_not_compiled_and_with_expandable_segments_too(grown: Fit) -> None:
-    free = [option.plan for option in grown.options if "as asked" not in option.name]
-    assert [(plan.config.n_layer, plan.config.n_embd) for plan in free] == [(27, 1216), (12, 1792), (70, 768)]
-    assert not free[1].config.compile
+@pytest.mark.slow
+def test_the_largest_model_is_looked_for_with_expandable_segments_too(largest: Fit) -> None:
+    free = [option.plan for option in largest.options if "as asked" not in option.name]
+    assert [(plan.config.n_layer, plan.config.n_embd) for plan in free] == [(27, 1216), (12, 1728), (69, 768)]
     assert all(plan.config.expandable_segments for plan in free)
-    assert grown.verdict.endswith(", with expandable_segments = True")
-    assert "1 × 512, not compiled, expandable segments" in to_markdown(document(grown))
+    assert largest.verdict.endswith(", with expandable_segments = True")
+    assert "1 × 512, expandable segments" in to_markdown(document(largest))
 
 
 @pytest.mark.parametrize(("name", "width"), [("Qwen/Qwen3-0.6B", 1088), ("meta-llama/Llama-3.2-1B", 1536)])
@@ -253,11 +251,12 @@ def test_no_setting_that_keeps_the_training_lets_a_wider_model_pass() -> None:
         setting = {"batch_size": size, "gradient_accumulation_steps": 8 // size}
         setting |= {"compile": compiled, "expandable_segments": segments}
         memory = oomph.plan(config | shape | setting, small).memory
-        assert not memory.fits or memory.retries
+        assert not (memory.fits and memory.is_sure) or memory.retries
 
 
-def test_one_command_answers_which_widths_of_12_layers_run_at_16_by_1024_on_12_gb(grown: Fit) -> None:
-    widest = next(option for option in grown.options if option.name == "the widest of 12 layers at 16 × 32 as asked")
+@pytest.mark.slow
+def test_one_command_answers_which_widths_of_12_layers_run_at_16_by_1024_on_12_gb(largest: Fit) -> None:
+    widest = next(option for option in largest.options if option.name == "the widest of 12 layers at 16 × 32 as asked")
     assert (widest.plan.config.n_layer, widest.plan.config.batch_size) == (12, 16)
     for width, heads in ((384, 6), (504, 12), (512, 8), (576, 9), (704, 11), (768, 12)):
         tried = oomph.plan(HISTORY | {"n_embd": width, "n_head": heads}, "RTX 4070").memory
@@ -273,10 +272,11 @@ def test_the_largest_is_called_the_largest_only_of_its_proportions() -> None:
     assert "1 layers" not in to_markdown(document(found))
 
 
+@pytest.mark.slow
 def test_the_largest_model_of_transformers_may_have_its_blocks_checkpointed() -> None:
-    keys = {"trainer": "hf", "model_type": "llama", "n_layer": 4, "n_embd": 512, "n_head": 8, "num_key_value_heads": 4,
-            "vocab_size": 1024, "block_size": 512, "intermediate_size": 2048, "batch_size": 64}  # fmt: skip
-    found = fit(keys, devices.custom(None, mib=2000, tflops=50, gbs=500, watts=None), largest=True)
+    keys = {"trainer": "hf", "model_type": "llama", "n_layer": 2, "n_embd": 256, "n_head": 4, "num_key_value_heads": 2,
+            "vocab_size": 1024, "block_size": 256, "intermediate_size": 1024, "batch_size": 64}  # fmt: skip
+    found = fit(keys, devices.custom(None, mib=800, tflops=50, gbs=500, watts=None), largest=True)
     configs = [option.plan.config for option in found.options]
     assert any(config.checkpoint_layers == config.n_layer for config in configs)
     for config in configs:

@@ -103,6 +103,7 @@ def ladders_of_any_run(draw: st.DrawFn) -> Ladder:
     return draw(st.sampled_from(list(ladders(programs(configs.as_loaded(config), card(10**6))[key]))))
 
 
+@pytest.mark.slow
 @given(ladders_of_any_run())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_bound_is_not_above_the_peak_but_for_the_slack_that_is_allowed_for(ladder: Ladder) -> None:
@@ -112,6 +113,7 @@ def test_the_bound_is_not_above_the_peak_but_for_the_slack_that_is_allowed_for(l
         assert estimator.floor_bytes(config) <= slack_of(config) * estimator.exact(config).peak_bytes
 
 
+@pytest.mark.slow
 @given(ladders_of_any_run())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_within_a_strand_the_peak_sinks_and_the_last_block_raises_it_by_less_than_is_allowed_for(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from oomph.config import from_dict, load
@@ -9,6 +11,7 @@ from oomph.config.load import Override
 from oomph.errors import InputError
 from oomph.fitting.fit import fit
 from oomph.planning.plan import Plan, plan
+from oomph.step.models import parameters
 
 SMALL = {
     "trainer": "hf", "model_type": "llama", "n_layer": 8, "n_head": 8, "n_embd": 512, "intermediate_size": 1376,
@@ -53,6 +56,13 @@ def test_qlora_is_nf4_with_quantized_scales_and_the_rest_in_float32() -> None:
     assert (config.lora_targets, config.adapter_dtype) == ("q_proj,v_proj", "float32")
 
 
+def test_whole_modules_are_copied_after_the_base_was_cast() -> None:
+    whole = {"method": "qlora", "modules_to_save": "lm_head"}
+    cast, kept = planned(**whole), planned(**whole, upcast="off")
+    more = part(cast, "optimizer state") - part(kept, "optimizer state")
+    assert more == pytest.approx(32000 * 512 * 2 * (4 - 2) / 2**20)  # two moments, of 4 bytes instead of 2
+
+
 @pytest.mark.parametrize(
     ("keys", "where"),
     [
@@ -73,6 +83,35 @@ def test_adapters_of_experts_are_refused() -> None:
     with pytest.raises(InputError) as caught:
         load("mistralai/Mixtral-8x7B-v0.1", overrides(method="lora", lora_targets="all-linear"))
     assert [problem.where for problem in caught.value.problems] == ["--lora_targets=all-linear"]
+
+
+MIXTRAL = "mistralai/Mixtral-8x7B-v0.1"
+
+
+def test_experts_that_are_modules_have_adapters() -> None:
+    config = load(
+        MIXTRAL, overrides(method="lora", lora_rank=8, lora_targets="w1,w2,w3", transformers_version="4.57")
+    ).config
+    adapters = [math.prod(shape) for name, shape in parameters(config) if ".lora_" in name]
+    assert sum(adapters) == 32 * 8 * 3 * (4096 + 14336) * config.lora_rank
+
+
+def test_experts_that_are_modules_cannot_be_compiled() -> None:
+    with pytest.raises(InputError) as caught:
+        load(MIXTRAL, overrides(compile=True, transformers_version="4.57"))
+    assert [problem.where for problem in caught.value.problems] == ["--compile=True"]
+
+
+def test_bitsandbytes_quantizes_experts_before_transformers_5_only() -> None:
+    later, before = (
+        part(
+            plan(load(MIXTRAL, overrides(method="qlora", upcast="off", transformers_version=each)), "H200"),
+            "parameters",
+        )
+        for each in ("5.5", "4.57")
+    )
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert (later - before) * 2**20 == pytest.approx(experts * (2 - 0.5 - 1 / 64), rel=1e-3)
 
 
 @pytest.mark.slow

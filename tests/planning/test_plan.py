@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import oomph
 from oomph.config import TrainConfig
-from oomph.config.schema import MODEL_TYPES
+from oomph.config.programs import MODEL_TYPES
 from oomph.planning.plan import NOT_IN_A_STEP, _steps
 from oomph.report.plan import summarise
 from oomph.step import build as steps
@@ -122,7 +123,7 @@ def test_reserving_memory_for_the_desktop_shrinks_the_capacity_by_as_much() -> N
     "number", [{"step_ms": 5e-324}, {"step_ms": 0.0}, {"watts": float("nan")}, {"price_hour": -1.0}]
 )
 def test_a_number_that_cannot_be_is_refused_with_what_can(number: dict[str, Any]) -> None:
-    with pytest.raises(oomph.InputError, match="allowed: a number from"):
+    with pytest.raises(oomph.InputError, match="try: a number from"):
         oomph.plan("gpt2", "RTX 4070", **number)
 
 
@@ -177,10 +178,12 @@ def test_a_plan_does_not_import_torch() -> None:
 
 
 OTHER_VALUES = {
+    "num_train_epochs": 2.0, "num_samples": 10,
     "out_dir": "elsewhere", "eval_interval": 7, "log_interval": 7, "always_save_checkpoint": False, "wandb_log": True,
     "wandb_project": "x", "wandb_run_name": "x", "dataset": "other", "learning_rate": 1.0, "max_iters": 7,
     "decay_lr": False, "warmup_iters": 7, "lr_decay_iters": 7, "min_lr": 0.5, "dataset_tokens": 7, "seed": 7,
-    "expandable_segments": True,
+    "expandable_segments": True, "link": "pcie4", "network": "ib400",
+    "sample_tokens": 7, "time_limit": 7.0, "until_loss": 7.0,
 }  # fmt: skip
 
 
@@ -214,7 +217,19 @@ def test_a_plan_without_a_time_says_why() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", [name for name in MODEL_TYPES if name != "nanochat"])
+@pytest.mark.parametrize("family", [name for name in MODEL_TYPES if name not in ("nanochat", "qwen")])
 def test_one_token_of_one_sequence_is_planned(family: str, compiled: bool) -> None:
     keys = {"trainer": "hf", "model_type": family, "n_layer": 2, "batch_size": 1, "block_size": 1, "compile": compiled}
     assert oomph.plan(keys, "A100 80GB").data.tokens_per_step == 1
+
+
+@pytest.mark.parametrize(("spec", "extra"), [("file.py:build", "oomph[train]"), ("config.json", "oomph[hf]")])
+def test_a_model_that_cannot_be_traced_here_names_the_extra(
+    spec: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
+    monkeypatch.setattr("oomph.step.trace.cache.find_spec", lambda _: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(oomph.InputError) as refused:
+        oomph.plan(None, "RTX 4070", model=str(tmp_path / spec))
+    assert extra in str(refused.value.problems[0])

@@ -242,3 +242,25 @@ def test_the_allocated_peak_is_the_plain_sum_where_blocks_fit_exactly(sizes: lis
     if expandable:  # any rest of 512 bytes is split off
         assert result.peak_allocated_bytes == plain
     assert result.allocated_bytes == 0
+
+
+def gathering(units: int, recorded: bool) -> Step:
+    """Units gathered one after another, each freed before the next."""
+    flats = [Buffer("gathered", 100 << 20, Kind.GATHERED, at, 1, recorded) for at in range(units)]
+    ops = [
+        op for flat in flats for op in (Op("gather", Phase.FORWARD, (flat,)), Op("free", Phase.FORWARD, (), (flat,)))
+    ]
+    return Step((), (Section("step", tuple(ops)),))
+
+
+def test_memory_that_another_stream_was_told_of_is_reused_a_unit_later() -> None:
+    at_once, later = (reserve(gathering(5, recorded)) for recorded in (False, True))
+    assert at_once.peak_reserved_bytes == 100 << 20
+    assert later.peak_reserved_bytes == 200 << 20  # limit_all_gathers: two in flight
+    assert later.peak_allocated_bytes == at_once.peak_allocated_bytes == 100 << 20
+
+
+def test_a_full_card_waits_for_the_other_stream() -> None:
+    found = reserve(gathering(5, True), capacity_bytes=150 << 20)
+    assert found.fits
+    assert found.retries > 0

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oomph
 from oomph.devices.cpu_rates import CpuRates, attention_scores
 from oomph.predict.cpu_kernels import KEPT_BYTES, OOMPH_KEPT_BYTES, cpu_op_seconds, stream_gbs
+from oomph.step import build as steps
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase
 
 RATES = CpuRates(
     tflops_fp32=0.09,
-    tflops_bf16=None,
+    tflops_bf16=0.02,
     copy_gbs=20.0,
     cached_gbs=55.0,
     math_gbs=9.0,
@@ -83,3 +85,10 @@ def test_attention_backward_takes_longer_than_forward() -> None:
         for phase, count in ((Phase.FORWARD, flops), (Phase.BACKWARD, flops * 5 // 2))
     )
     assert 2 * forward < backward < 4 * forward
+
+
+def test_the_backward_of_gelu_waits_for_arithmetic_too() -> None:
+    config = oomph.plan({"n_layer": 1, "n_head": 1, "n_embd": 64, "trainer": "oomph", "compile": False}).config
+    step = steps.build(config, cuda=False, first=False)
+    names = {op.name for section in step.sections for op in section.ops if op.phase is Phase.BACKWARD}
+    assert [name for name in names if name.endswith("mlp.gelu.dx")]

@@ -12,14 +12,18 @@ from oomph.devices.lookup import all_devices
 from oomph.predict.clock import host_seconds, kernel_options
 from oomph.predict.gpu_kernels import (
     BEST,
+    INTEGERS_PER_CLOCK,
     LIKELY,
     WORST,
+    KernelOptions,
     alignment_share,
     attention_seconds,
     bytes_per_s,
     flops_per_s,
+    gemm_seconds,
     half_ratio,
     has_inline_ecc,
+    op_seconds,
 )
 from oomph.step.ops import Kernel, Op, Phase
 
@@ -90,6 +94,20 @@ def test_plain_float32_products_do_not_follow_the_tensor_cores_power_limit() -> 
         assert low < flops_per_s(oomph.find_gpu(name), "float32", LIKELY, allow_tf32=False) / 1e12 < high
 
 
+def test_a_kernel_takes_its_bytes_or_its_instructions_whichever_is_longer() -> None:
+    card, program = oomph.find_gpu("A100 SXM4 80GB"), kernel_options(CONFIG)
+    count, moved = 10**9, 5 * 10**9
+
+    def seconds(kernel: Kernel, instructions: int = 0) -> float:
+        op = Op("x", Phase.FORWARD, kernel=kernel, shape=(count, instructions), bytes_moved=moved)
+        return op_seconds(op, card, program, LIKELY)
+
+    assert seconds(Kernel.INTEGER, 1) == seconds(Kernel.POINTWISE)
+    assert card.sm_count and card.boost_mhz
+    fastest = count * 100 / (card.sm_count * INTEGERS_PER_CLOCK * card.boost_mhz * 1e6)
+    assert fastest < seconds(Kernel.INTEGER, 100) < 1.5 * fastest
+
+
 def test_attention_of_early_releases_is_slower() -> None:
     early, late = (kernel_options(msgspec.structs.replace(CONFIG, torch_version=version)) for version in ("2.0", "2.2"))
     assert early.attention_slowdown > late.attention_slowdown == 1.0
@@ -155,3 +173,16 @@ def test_plain_float32_products_of_a_board_with_little_power_lie_where_they_were
     for name, low, high in (("RTX 6000 Ada", 35.0, 50.1), ("L4", 10.7, 15.4)):
         card = oomph.find_gpu(name)
         assert low < flops_per_s(card, "float32", LIKELY, allow_tf32=False) / 1e12 < high
+
+
+def test_an_odd_number_of_tokens_is_no_odd_row() -> None:
+    card = oomph.find_gpu("RTX 4090")
+    options = KernelOptions(allow_tf32=False, attention_slowdown=1.0, pads=False, rows=4095)
+    forward, scores = (1, 4095, 4096, 1024), (32, 4095, 4095, 128)
+    seconds = [gemm_seconds(shape, "bfloat16", card, options, LIKELY) for shape in (forward, scores)]
+    odd = [
+        gemm_seconds(shape, "bfloat16", card, msgspec.structs.replace(options, rows=1), LIKELY)
+        for shape in (forward, scores)
+    ]
+    assert seconds[0] < 0.5 * odd[0]
+    assert seconds[1] == odd[1]

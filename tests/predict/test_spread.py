@@ -96,34 +96,42 @@ def test_the_spread_follows_what_is_known() -> None:
 # --- the published rows -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def published() -> list[Any]:
-    """Memory's rows of the same program, with their predictions."""
+def outcomes(**columns: str) -> list[Any]:
+    """Memory's rows of the same program, with their predictions: those with these values."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         import accuracy
     finally:
         sys.path.remove(str(BENCHMARKS))
-    return [each for each in accuracy.outcomes(accuracy.rows_of(*accuracy.MEMORY)) if each.counts]
+    rows = [row for row in accuracy.rows_of(*accuracy.MEMORY) if columns.items() <= row.items()]
+    return [each for each in accuracy.outcomes(rows) if each.counts]
 
 
+@pytest.fixture(scope="module")
+def published() -> list[Any]:
+    return outcomes()
+
+
+@pytest.mark.slow
 def test_95_of_100_published_rows_lie_inside(published: list[Any]) -> None:
     assert len(published) >= 40
     assert sum(each.inside for each in published) >= 0.95 * len(published)
 
 
+@pytest.mark.slow
 def test_an_interval_says_something(published: list[Any]) -> None:
     assert median((each.high - each.low) / each.predicted for each in published) <= 0.10
 
 
+@pytest.mark.slow
 def test_rows_of_tier_a_are_predicted_well(published: list[Any]) -> None:
     errors = [abs(each.error) for each in published if each.row["tier"] == "A"]
     assert median(errors) <= 0.03
     assert max(errors) <= 0.10
 
 
-def test_nanogpts_rows_are_predicted_as_well_as_ever(published: list[Any]) -> None:
-    errors = [abs(each.error) for each in published if each.row["class"] == "nanoGPT"]
+def test_nanogpts_rows_are_predicted_as_well_as_ever() -> None:
+    errors = [abs(each.error) for each in outcomes(**{"class": "nanoGPT"})]
     assert len(errors) == 29
     assert median(errors) < 0.0025
     assert max(errors) < 0.011

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 
 import oomph
 from oomph.checking.check import Check, CheckFigures
-from oomph.config.schema import MODEL_TYPES
+from oomph.config.programs import MODEL_TYPES
 from oomph.planning.plan import without_returned_logits
-from oomph.report import check, compare, explain, fit, plan
+from oomph.report import check, compare, explain, fit, heading, plan
 from oomph.report import document as doc
 from oomph.report.markdown import to_markdown
 from oomph.report.terminal import to_text
@@ -71,20 +70,22 @@ DOCUMENTS = {
     "plan, fits": lambda: plan_document({"n_layer": 2, "dropout": 0.1, "max_iters": 600_000}, "RTX 4090"),
     "plan, warned": lambda: plan_document({"n_embd": 504, "n_head": 12, "vocab_size": 50257}, "T4"),
     "plan, no time": lambda: plan_document({"dtype": "float16"}, "GTX 1660"),
-    "fit": lambda: fit.document(oomph.fit(RUN_D, "RTX 4070")),
-    "fit, largest": lambda: fit.document(oomph.fit({"max_iters": 1000}, "RTX 4070", largest=True)),
     "compare": lambda: compare.document(
         oomph.compare([read(simulate_file(name), name=name) for name in "bc"], "RTX 4070")
     ),
     "check": checked,
     **{f"explain {name}": lambda name=name: explained(name) for name in "abcd"},
 }
-DOCUMENTS = {name: functools.cache(make) for name, make in DOCUMENTS.items()}  # a search takes seconds
+SEARCHES = {"fit": "run_d", "fit, largest": "largest"}  # fixtures
 
 
-@pytest.fixture(scope="module", params=list(DOCUMENTS))
+def make(name: str, request: pytest.FixtureRequest) -> doc.Document:
+    return fit.document(request.getfixturevalue(SEARCHES[name])) if name in SEARCHES else DOCUMENTS[name]()
+
+
+@pytest.fixture(scope="module", params=[*DOCUMENTS, "fit", pytest.param("fit, largest", marks=pytest.mark.slow)])
 def report(request: pytest.FixtureRequest) -> doc.Document:
-    return DOCUMENTS[request.param]()
+    return make(request.param, request)
 
 
 def test_the_default_report_is_one_screen(report: doc.Document) -> None:
@@ -144,9 +145,11 @@ def test_parts_are_told_apart_without_colour() -> None:
 
 
 @pytest.mark.slow  # makes every document
-def test_every_part_is_rendered() -> None:
+def test_every_part_is_rendered(request: pytest.FixtureRequest) -> None:
     kinds = {kind for kind in vars(doc).values() if isinstance(kind, type) and issubclass(kind, doc.Part)} - {doc.Part}
-    seen = {type(part) for make in DOCUMENTS.values() for part in make().then(("oomph", "does it")).parts}
+    seen = {
+        type(part) for name in (*DOCUMENTS, *SEARCHES) for part in make(name, request).then(("oomph", "does it")).parts
+    }
     assert kinds == seen
 
 
@@ -157,7 +160,7 @@ def test_a_failure_is_the_checks_verdict() -> None:
 
 
 def test_every_described_architecture_has_a_name() -> None:
-    assert set(plan.ARCHITECTURES) == set(MODEL_TYPES)
+    assert set(heading.ARCHITECTURES) == set(MODEL_TYPES)
 
 
 @pytest.mark.parametrize("words", [3, 12, 30])

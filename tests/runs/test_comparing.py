@@ -237,3 +237,18 @@ def test_other_learning_rates_and_missing_forecasts_are_noted(found: Comparison)
     assert not found.forecasts
     reasons = [figures(note.text) for note in found.notes if note.id == "no_forecast"]
     assert reasons == [{1, 500, 6}, {0, 500, 6}]  # losses after the steps of warm-up, of those needed
+
+
+def test_a_log_that_begins_in_a_later_epoch_begins_later() -> None:
+    bar = "Epoch {0}/20: 100%|####| {1}/900 [01:10<00:00, 13.24it/s, loss={2}]\n"
+    run = read_text("".join(bar.format(epoch, step, 5.0) for epoch in (5, 6) for step in (450, 900)), "late")
+    assert run.steps.column("step") == [4 * 900 + 450, 5 * 900, 5 * 900 + 450, 6 * 900]
+
+
+def test_a_process_without_a_figure_is_not_one_of_0_mib() -> None:
+    rows = (
+        "|   0  NVIDIA H100 80GB HBM3          On  |   00000000:18:00.0 Off |                    0 |\n"
+        "| N/A   27C    P0             69W /  700W |    5824MiB /  81559MiB |      0%      Default |\n"
+        "|    0   N/A  N/A      1234      C   /usr/bin/python3                                0MiB |\n"
+    )
+    assert read_text(rows).process is None

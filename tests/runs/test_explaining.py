@@ -16,6 +16,7 @@ from oomph.config import TrainConfig, load, to_toml
 from oomph.planning.plan import plan
 from oomph.predict.allocator.replay import record
 from oomph.runs import Explanation, explain, findings
+from oomph.runs.figures import Evidence
 from oomph.step.snapshot import read as snapshot
 
 # --- out of memory -----------------------------------------------------------------------------------
@@ -55,8 +56,8 @@ def test_memory_in_pieces_is_told() -> None:
 def test_a_traceback_alone_is_explained_as_far_as_it_tells() -> None:
     found = explained(simulate.BACKWARD_TRACEBACK + simulate.OOM_MESSAGES["2.5"], "pasted")
     assert found.plan is None
-    assert "logits of GPT-2" in str(get(found, "memory.oom").numbers["tensor"])
-    assert get(found, "log.incomplete").severity == "warning"
+    assert "tensor" not in get(found, "memory.oom").numbers  # a size alone fits too many tensors by chance
+    assert get(found, "log.incomplete").severity == "info"
 
 
 def test_a_memory_snapshot_is_held_against_the_prediction(tmp_path: Path) -> None:
@@ -106,10 +107,10 @@ def test_a_resumed_nanogpt_run_reads_its_first_batches_again() -> None:
 
 def test_the_json_has_the_documented_parts(d: Explanation) -> None:
     plain = json.loads(json.dumps(d.to_dict()))
-    assert {"run", "plan", "findings", "fixes"} == plain.keys()
+    assert {"run", "plan", "findings", "fixes", "general_fixes"} == plain.keys()
     assert {"config", "gpu", "steps", "evals", "ooms"} <= plain["run"].keys()
     assert plain["run"]["config"]["batch_size"] == {"value": 16, "how": "read", "where": "D:7"}
-    assert {"id", "severity", "title", "text", "numbers"} == plain["findings"][0].keys()
+    assert {"id", "severity", "title", "text", "numbers", "basis"} == plain["findings"][0].keys()
     assert {"changes", "kind", "fits", "total_mib", "effect"} <= plain["fixes"][0].keys()
 
 
@@ -243,12 +244,24 @@ def test_the_ids_of_findings_do_not_change() -> None:
     texts = [path.read_text() for path in folder.glob("*.py")]
     assert {name for text in texts for name in re.findall(r'Finding\(\s*"([a-z_.]+)"', text)} == {
         *("batch.enough", "batch.small"),
-        *("card.contradiction", "card.known", "card.larger", "card.unknown"),
+        *("card.contradiction", "card.full", "card.hot", "card.idle", "card.known", "card.larger", "card.power"),
+        *("card.screen", "card.several", "card.slowed", "card.unknown"),
         *("data.passes", "data.resumed", "data.tokens"),
-        *("log.contradiction", "log.incomplete", "log.inferred", "log.restarted", "log.unreadable"),
-        *("loss.diverging", "loss.expected", "loss.forecast", "loss.gradients", "loss.impossible"),
-        *("loss.not_finite", "loss.now", "loss.overfitting"),
-        *("memory.compile", "memory.fits", "memory.fragmented", "memory.headroom", "memory.logits", "memory.no_help"),
+        *("log.contradiction", "log.crash", "log.incomplete", "log.inferred", "log.restarted", "log.stalled"),
+        *("log.settings", "log.summary", "log.unknown", "log.unreadable"),
+        *("loss.constant", "loss.diverging", "loss.expected", "loss.forecast", "loss.gradients", "loss.impossible"),
+        *("loss.not_finite", "loss.now", "loss.overfitting", "loss.skipped"),
+        *(
+            "memory.adapters",
+            "memory.cause",
+            "memory.compile",
+            "memory.fits",
+            "memory.fragmented",
+            "memory.headroom",
+            "memory.logged",
+            "memory.logits",
+            "memory.no_help",
+        ),
         *("memory.oom", "memory.others", "memory.peak", "memory.per_parameter", "memory.predicted", "memory.snapshot"),
         *("model.size",),
         *("rate.off", "rate.undecayed", "rate.usual", "rate.warm_up"),
@@ -298,3 +311,14 @@ def test_the_batch_of_a_model_is_never_assumed(tmp_path: Path) -> None:
     found = explain([_failed_in_the_loss(tmp_path), "Qwen/Qwen3-0.6B"], CARD, with_fixes=False)
     assert found.plan is None
     assert found.measured.inference.missing == ["batch_size", "block_size"]
+
+
+def test_fixes_have_the_memory_that_the_log_measured() -> None:
+    """The setting that ran took a tenth more than planned: so do the others. Half of it is another run's."""
+    plan = explained(simulate.run_b(), "b").plan
+    assert plan is not None
+    ratios = []
+    for share in (1.1, 0.5):
+        screen = simulate.nvidia_smi(process=round(share * plan.memory.total_mib))
+        ratios.append(Evidence(explained(simulate.run_b() + screen, "b").measured, plan).memory_ratio)
+    assert ratios == [pytest.approx(1.1, abs=1e-3), 1.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,8 @@ def test_a_quoted_screen_of_an_older_driver_is_read() -> None:
 
 def test_mig_slices_are_not_taken_for_the_card() -> None:
     run = read_text("|  1    3   0   0  |  14366MiB / 19968MiB | 28      0 |  2   0    1    0    0 |\n")
-    assert run.gpus == {}
+    assert run.gpus[1].mig
+    assert run.gpus[1].readings.count == 0
 
 
 def test_query_rows_are_read_by_their_header() -> None:
@@ -217,7 +219,8 @@ def test_rows_without_units_are_read_by_their_header() -> None:
 
 def test_processes_are_read_by_their_header() -> None:
     run = read_text("pid, process_name, used_gpu_memory [MiB]\n31872, python, 4464 MiB\n2143, Xorg, [N/A]\n")
-    assert [(p.pid, p.name, p.mib) for p in run.processes.values()] == [(31872, "python", 4464)]
+    assert [(p.pid, p.name) for p in run.processes.values() if p.mib == 4464] == [(31872, "python")]
+    assert math.isnan(run.processes[2143].mib)
 
 
 @pytest.mark.parametrize("total,limit,name", [(12282, 200, "GeForce RTX 4070"), (12282, 220, "GeForce RTX 4070 SUPER")])

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oomph.config import hugging_face
 from oomph.config.load import LoadedConfig, from_dict
+from oomph.config.reading import hugging_face
 from oomph.config.schema import TrainConfig
 from oomph.config.settle import settle
 from oomph.devices import find
@@ -26,7 +26,7 @@ from oomph.step.precision import precision as precision_of
 from oomph.step.tensor.autograd import run_backward
 from oomph.step.tensor.tape import Module, Tape
 from oomph.step.tensor.tensor import Tensor
-from oomph.step.trace.eager import recording
+from oomph.step.trace.eager.program import recording
 from oomph.step.trace.fakes import on_fakes
 
 PRECISIONS = {
@@ -72,7 +72,7 @@ def nanochat_config(**keys: Any) -> TrainConfig:
 
 
 def traced(make: Callable[[], nn.Module], config: TrainConfig, *, cuda: bool = True, micro_steps: int = 1) -> Step:
-    """A module's own list of the same program, where its forward returns the loss."""
+    """A module's own list of the same program, where its forward returns the loss, or logits and the loss."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = on_fakes(make, mode)
         batch = [torch.zeros(config.batch_size, config.block_size, dtype=torch.long) for _ in range(2)]
@@ -84,9 +84,9 @@ def traced(make: Callable[[], nn.Module], config: TrainConfig, *, cuda: bool = T
             sections = []
             for index in range(micro_steps):
                 recorder.phase = Phase.FORWARD
-                loss = model(*batch)
+                out = model(*batch)
                 recorder.phase = Phase.BACKWARD
-                loss.backward()
+                (out[1] if isinstance(out, tuple) else out).backward()
                 sections.append(recorder.section(f"micro-step {index + 1}"))
     return Step((), tuple(sections))
 
@@ -107,7 +107,7 @@ def described(config: TrainConfig, *, cuda: bool = True, micro_steps: int = 1) -
         tape.autocast, tape.casts = dtypes.autocast, {}
         tape.kind, tape.scope, tape.ledger.phase = Kind.ACTIVATIONS, "", Phase.FORWARD
         out = models.forward(config)(Module(tape, config), *batch)
-        held = [*_storages(out), *tape.cache]
+        held = [out, *tape.cache]  # with their graph: what backward does not visit stays saved
         tape.cache, tape.kept_inputs = [], []
         loss = out[1]
         del out
@@ -125,10 +125,6 @@ def _backward(tape: Tape, loss: Tensor) -> None:
     tape.grad_enabled = False
     run_backward((loss, grad.detach()))
     tape.grad_enabled = True
-
-
-def _storages(out: tuple[Tensor | None, Tensor]) -> list[Any]:
-    return [each.storage for each in out if each is not None]
 
 
 Change = tuple[tuple[int, ...], tuple[int, ...]]

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from oomph.step.ops import Kind, Phase, Step
-from oomph.step.trace.eager import recording
+from oomph.step.trace.eager.program import recording
 from oomph.step.trace.fakes import on_fakes
 
 logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -15,8 +15,8 @@ from hf_models import Hf, changes, peak
 from torch import Tensor, nn
 
 from oomph.step.ops import Kernel, Step
-from oomph.step.trace.compiled import compiled
-from oomph.step.trace.eager import trace
+from oomph.step.trace.eager.program import trace
+from oomph.step.trace.inductor.program import compiled
 
 PRECISIONS = ("float32", "autocast")
 

@@ -14,7 +14,7 @@ from trace_gpt import Gpt
 from oomph.config import TrainConfig
 from oomph.predict.memory import rounded
 from oomph.step.ops import Buffer, Step
-from oomph.step.trace.compiled import compiled
+from oomph.step.trace.inductor.program import compiled
 
 
 def config(**keys: Any) -> TrainConfig:

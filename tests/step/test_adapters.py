@@ -20,7 +20,7 @@ FAMILIES = {
     "mixtral": ["q_proj", "v_proj"],
 }  # fmt: skip
 PRECISIONS = ("float32", "autocast", "loaded", "bfloat16")  # loaded: autocast over a base in bfloat16
-UNTIMED = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+UNTIMED = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def difference(model: Hf, cuda: bool, precision: str) -> str:
@@ -39,7 +39,7 @@ def test_described_adapters_are_the_trace(family: str, precision: str, cuda: boo
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])  # without, with biases
 def test_described_dora_is_the_trace(family: str, checkpoint: bool, dropout: float) -> None:
     lora = {"r": 4, "target_modules": "all-linear", "lora_dropout": dropout, "use_dora": True}
     assert not difference(Hf(family, kv_heads=2, checkpoint=checkpoint, lora=lora), True, "loaded")
@@ -91,7 +91,7 @@ def test_many_adapters_are_traces(model: Hf, cuda: bool, precision: str) -> None
     [*((precision, False) for precision in PRECISIONS), ("float32", True), ("bfloat16", True)],
 )
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])  # which has norms more
 def test_a_cpu_trace_of_adapters_is_what_the_profiler_sees(
     family: str, dora: bool, precision: str, checkpoint: bool
 ) -> None:

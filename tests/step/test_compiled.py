@@ -10,7 +10,7 @@ from real_compiled import config, measured_rise, peaks, planned
 from torch import Tensor, nn
 
 from oomph.step.ops import Kernel, Kind
-from oomph.step.trace.compiled import compiled
+from oomph.step.trace.inductor.program import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 

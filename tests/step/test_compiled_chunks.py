@@ -20,8 +20,8 @@ from oomph.config import TrainConfig
 from oomph.predict.memory import find_peak
 from oomph.step.compile.programs import Chunks
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step
-from oomph.step.trace.inductor import plan, register_patterns
-from oomph.step.trace.wrapper import Reader
+from oomph.step.trace.inductor.plan import plan, register_patterns
+from oomph.step.trace.inductor.wrapper import WrapperReader
 from oomph.training import loss as real
 
 INPUTS = ("loss.chunk_logits", "targets")
@@ -47,7 +47,7 @@ def planned_for_a_card(rows: int, vocab: int, dtype: torch.dtype, learns: bool) 
     def compiler(graph: Any, inputs: Sequence[Any]) -> Any:
         planned = plan(graph, inputs, cuda=True, backward=False, inference=True, visible=1)
         buffers = [Buffer(name, t.nbytes, Kind.INPUTS) for name, t in zip(INPUTS, inputs, strict=True)]
-        found.append(Reader(planned, Phase.FORWARD, buffers, set(buffers), rows * vocab, False).read().ops)
+        found.append(WrapperReader(planned, Phase.FORWARD, buffers, set(buffers), rows * vocab, False).read().ops)
         return graph.forward
 
     with fake_mode, torch.no_grad(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):

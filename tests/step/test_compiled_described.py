@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from described_models import config_of, nanochat_config
 from hf_models import Hf
 from msgspec.structs import replace
 from nanochat_model import Nanochat
+from recorded import recorded
 from torch import Tensor, nn
 
 from oomph.config.schema import TrainConfig
@@ -22,7 +24,7 @@ from oomph.step.loop import model_buffers
 from oomph.step.ops import Kernel, Kind, Section, Step
 from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import parameters
-from oomph.step.trace.compiled import compiled
+from oomph.step.trace.inductor.program import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 
@@ -46,17 +48,18 @@ class LossAlone(nn.Module):
         return loss
 
 
-def planned(model: Hf, precision: str) -> Step:
+def planned(model: Hf, precision: str, cuda: bool = True) -> Step:
     """Inductor's plan of a later step of two micro-steps."""
     inputs = model.inputs()
     batch = [inputs["input_ids"], inputs["labels"]]
-    return compiled(lambda: LossAlone(model), batch, accumulation=2, evaluation=False, **PRECISIONS[precision])  # type: ignore[arg-type]
+    options: dict[str, Any] = {"accumulation": 2, "evaluation": False, "cuda": cuda, **PRECISIONS[precision]}
+    return compiled(lambda: LossAlone(model), batch, **options)
 
 
-def described(config: TrainConfig) -> Step:
+def described(config: TrainConfig, cuda: bool = True) -> Step:
     """The same from the description."""
-    loop = CompiledLoop(programs(config, True, 1, False), 2, 0)
-    return loop.step(Optimizer(config, True, parameters(config)), model_buffers(config, True), first=False)
+    loop = CompiledLoop(programs(config, cuda, 1, False), 2, 0)
+    return loop.step(Optimizer(config, cuda, parameters(config)), model_buffers(config, cuda), first=False)
 
 
 def drawn(family: str, seed: int) -> tuple[Hf, str]:
@@ -81,22 +84,31 @@ def drawn(family: str, seed: int) -> tuple[Hf, str]:
     return model, choose.choice(sorted(PRECISIONS))
 
 
-def error_of(family: str, seed: int) -> float:
+def error_of(family: str, seed: int, asked_again: bool = False) -> float:
     """How far the described peak is from inductor's, as a share of it."""
     model, precision = drawn(family, seed)
-    config = replace(config_of(model, precision), compile=True)
-    sizes = [find_peak(step).allocated_bytes for step in (described(config), planned(model, precision))]
-    return sizes[0] / sizes[1] - 1
+    return described_error(f"{family} {seed}, {precision}", model, precision, asked_again)
+
+
+def described_error(name: str, model: Hf, precision: str, asked_again: bool = False) -> float:
+    """The same of a model by its name in the record of inductor's plans."""
+    ours = find_peak(described(replace(config_of(model, precision), compile=True))).allocated_bytes
+    theirs = recorded(name, model, lambda: find_peak(planned(model, precision)).allocated_bytes, asked_again)
+    return ours / theirs - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_compiled_models_are_as_inductor_plans_them(family: str) -> None:
+    errors = {seed: error_of(family, seed) for seed in range(20)}
+    assert max(map(abs, errors.values())) <= WORST, errors
+    assert median(map(abs, errors.values())) <= 0.005, errors
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("start", range(0, 20, 5))
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_compiled_models_are_as_inductor_plans_them(family: str, start: int) -> None:
-    errors = {seed: error_of(family, seed) for seed in range(start, start + 5)}
-    assert max(map(abs, errors.values())) <= WORST, errors
-    assert median(map(abs, errors.values())) <= 0.005, errors
+@pytest.mark.parametrize(("family", "seed"), [("llama", 3), ("qwen3", 8), ("gemma2", 1), ("mixtral", 0)])
+def test_inductor_plans_what_is_recorded(family: str, seed: int) -> None:
+    error_of(family, seed, asked_again=True)
 
 
 FAMILIES = [
@@ -104,22 +116,25 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_described_family_is_as_inductor_plans_it(family: str) -> None:
     errors = {seed: error_of(family, seed) for seed in range(2)}
     assert max(map(abs, errors.values())) <= WORST, errors
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["llama", "olmo2", "qwen3"])
 def test_one_short_sequence_compiles_as_inductor_plans_it(family: str) -> None:
     model = Hf(family, layers=1, width=256, ffn=512, vocab=12544, batch=1, tokens=128, tie=False)
-    config = replace(config_of(model, "autocast"), compile=True)
-    sizes = [find_peak(step).allocated_bytes for step in (described(config), planned(model, "autocast"))]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.005)
+    assert abs(described_error(f"{family}, one short sequence", model, "autocast")) <= 0.005
+
+
+@pytest.mark.slow
+def test_checkpointed_blocks_are_compiled_for_a_cpu_as_inductor_plans_them() -> None:
+    sizes = {"layers": 3, "width": 128, "kv_heads": 2, "ffn": 256, "vocab": 1000, "batch": 4, "tokens": 128}
+    model = Hf("llama", **sizes, checkpoint=True)  # type: ignore[arg-type]
+    config = replace(config_of(model, "float32"), compile=True)
+    peaks = [find_peak(step).allocated_bytes for step in (described(config, False), planned(model, "float32", False))]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)  # seen: 1.7 % low
 
 
 def test_a_compiled_llama_is_as_inductor_plans_it() -> None:
@@ -127,8 +142,6 @@ def test_a_compiled_llama_is_as_inductor_plans_it() -> None:
     assert abs(error_of("llama", 100)) <= 0.01
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_compiled_mixtures_of_experts_are_as_inductor_plans_them(family: str) -> None:
     errors = {seed: error_of(family, seed) for seed in range(5)}
@@ -137,16 +150,14 @@ def test_compiled_mixtures_of_experts_are_as_inductor_plans_them(family: str) ->
 
 def test_a_compiled_mixture_of_experts_is_as_inductor_plans_it() -> None:
     model = Hf("mixtral", layers=1, width=128, ffn=256, batch=3, tokens=128)
-    config = replace(config_of(model, "autocast"), compile=True)
-    sizes = [find_peak(step).allocated_bytes for step in (described(config), planned(model, "autocast"))]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.005)
+    assert abs(described_error("mixtral, one block", model, "autocast")) <= 0.005
 
 
 def test_a_compiled_mixture_of_experts_multiplies_as_much_as_inductor_plans() -> None:
     model = Hf("qwen3_moe", layers=1, width=128, ffn=256, batch=3, tokens=128)
     config = replace(config_of(model, "bfloat16"), compile=True)
-    found = [_flops(step) for step in (described(config), planned(model, "bfloat16"))]
-    assert found[0] == found[1]
+    theirs = recorded("qwen3_moe, one block: FLOPs", model, lambda: _flops(planned(model, "bfloat16")))
+    assert _flops(described(config)) == theirs
 
 
 def _flops(step: Step) -> int:
@@ -176,12 +187,17 @@ def nanochat_drawn(seed: int) -> TrainConfig:
     )
 
 
-def nanochat_error(config: TrainConfig) -> float:
+def nanochat_error(name: str, config: TrainConfig, asked_again: bool = False) -> float:
     """How far the micro-steps' peak, without any optimizer's state, is from that of inductor's plan."""
-    batch = [torch.zeros(config.batch_size, config.block_size, dtype=torch.long) for _ in range(2)]
-    theirs = compiled(lambda: Nanochat(config), batch, dtype="float32", accumulation=2, evaluation=False)
-    sizes = [find_peak(_micro_steps(step)).allocated_bytes for step in (described(config), theirs)]
-    return sizes[0] / sizes[1] - 1
+
+    def peak(step: Step) -> int:
+        return find_peak(_micro_steps(step)).allocated_bytes
+
+    def ask() -> int:
+        batch = [torch.zeros(config.batch_size, config.block_size, dtype=torch.long) for _ in range(2)]
+        return peak(compiled(lambda: Nanochat(config), batch, dtype="float32", accumulation=2, evaluation=False))
+
+    return peak(described(config)) / recorded(f"nanochat {name}", config, ask, asked_again) - 1
 
 
 def _micro_steps(step: Step) -> Step:
@@ -189,17 +205,20 @@ def _micro_steps(step: Step) -> Step:
     return Step(tuple(buffer for buffer in step.resident if buffer.kind is not Kind.OPTIMIZER), tuple(sections))
 
 
+def test_compiled_nanochats_are_as_inductor_plans_them() -> None:
+    errors = {seed: nanochat_error(str(seed), nanochat_drawn(seed)) for seed in range(24)}
+    assert max(map(abs, errors.values())) <= 0.005, errors
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("start", range(0, 24, 6))
-def test_compiled_nanochats_are_as_inductor_plans_them(start: int) -> None:
-    errors = {seed: nanochat_error(nanochat_drawn(seed)) for seed in range(start, start + 6)}
-    assert max(map(abs, errors.values())) <= 0.005, errors
+def test_inductor_plans_a_nanochat_as_recorded() -> None:
+    nanochat_error("5", nanochat_drawn(5), asked_again=True)
 
 
 def test_a_compiled_nanochat_is_as_inductor_plans_it() -> None:
     config = nanochat_config(compile=True, n_layer=2, block_size=256, window_pattern="SL", dtype="bfloat16")
-    assert abs(nanochat_error(config)) <= 0.005
+    assert abs(nanochat_error("of two blocks", config)) <= 0.005
 
 
 @pytest.mark.parametrize("attention", ["flash", "flash3"])

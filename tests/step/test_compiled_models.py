@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Kernel, Kind, Phase, Step
-from oomph.step.trace.capture import capture
-from oomph.step.trace.compiled import compiled
-from oomph.step.trace.eager import trace
+from oomph.step.trace.eager.program import trace
+from oomph.step.trace.inductor.capture import capture
+from oomph.step.trace.inductor.program import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 

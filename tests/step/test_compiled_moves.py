@@ -12,7 +12,7 @@ from test_compiled_models import Attentive
 
 from oomph.step.compile import programs
 from oomph.step.ops import Kernel, Op, Phase, Step
-from oomph.step.trace.compiled import compiled
+from oomph.step.trace.inductor.program import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from trace_gpt import Gpt
 
 from oomph.step.ops import Buffer, Step
-from oomph.step.trace import capture as compiled_capture
-from oomph.step.trace import inductor as compiled_inductor
-from oomph.step.trace.compiled import compiled
+from oomph.step.trace.inductor import capture as compiled_capture
+from oomph.step.trace.inductor import plan as compiled_inductor
+from oomph.step.trace.inductor.program import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 
@@ -56,7 +56,9 @@ def image() -> Step:
     return compiled(Image, batch, dtype="float32", cuda=False, evaluation=False)
 
 
-@pytest.mark.parametrize("of", [lambda: gpt(dropout=0.1), image], ids=["gpt", "image"])
+@pytest.mark.parametrize(
+    "of", [pytest.param(lambda: gpt(dropout=0.1), marks=pytest.mark.slow), image], ids=["gpt", "image"]
+)
 def test_with_and_without_the_shortcuts_the_list_is_the_same(of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = facts(of())
     for room, name in (

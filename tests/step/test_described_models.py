@@ -21,7 +21,7 @@ from oomph.step.parameters import flops_per_token
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILIES = ("gpt2", "gpt_neox", "opt", "mixtral", "qwen3_moe")
 PRECISIONS = ("float32", "autocast", "bfloat16")
-UNTIMED = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+UNTIMED = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(UNTIMED, max_examples=120)
 
 
@@ -140,6 +140,7 @@ def nanochat_keys(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(UNTIMED, max_examples=8)
 @given(nanochat_keys(), st.booleans(), st.sampled_from(["flash", "efficient", "math"]))
 def test_nanochat_described_is_its_trace(keys: dict[str, Any], cuda: bool, attention: str) -> None:

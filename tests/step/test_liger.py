@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oomph.config import from_dict
 from oomph.planning.plan import plan
-from oomph.step.tensor.liger import chunk_rows
+from oomph.step.tensor.libraries.liger_loss import chunk_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -47,6 +47,7 @@ def totals(step: Step) -> tuple[int, int, int]:
     return find_peak(step, rounding_bytes=1).allocated_bytes, sums[0], sums[1]
 
 
+@pytest.mark.slow
 def test_a_loop_is_repeated_as_a_whole_trace_has_it(spec: str) -> None:
     config = settled(block_size=40)
     template = make_template(spec, config, cuda=True, cover_more=True)
@@ -57,17 +58,19 @@ def test_a_loop_is_repeated_as_a_whole_trace_has_it(spec: str) -> None:
     tracing.rolls = True  # so that it is patient with the loop
     whole = tracing.template(None, [(3, 40)])
     ours, theirs = (
-        totals(templates.steps(each.facts, each.lists(3, 40), config, True, ())[1]) for each in (template, whole)
+        totals(templates.step(each.facts, each.lists(3, 40), config, True, first=False)) for each in (template, whole)
     )
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_a_long_mamba_is_planned(spec: str) -> None:
     plans = [oomph.plan({"compile": False, "block_size": n}, "A100 SXM4 80GB", model=spec) for n in (1024, 2048)]
     assert all("tokens repeated" in plan.source for plan in plans)
     assert plans[1].memory.allocated_mib == pytest.approx(2 * plans[0].memory.allocated_mib, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_long_loop_is_not_compiled(spec: str) -> None:
     with pytest.raises(InputError, match=r"loop over its tokens, which torch.compile.*compile = False"):
         oomph.plan({"compile": True, "block_size": 1024}, "A100 SXM4 80GB", model=spec)

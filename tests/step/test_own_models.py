@@ -11,9 +11,9 @@ from oomph.checking.child import peak_allocated_bytes
 from oomph.predict.memory import find_peak
 from oomph.step.kernels import cpu_lstm_workspace_bytes
 from oomph.step.ops import Kernel, Kind, Op, Phase, Step
-from oomph.step.trace.compiled import compiled
-from oomph.step.trace.eager import trace
+from oomph.step.trace.eager.program import trace
 from oomph.step.trace.flops import uncounted
+from oomph.step.trace.inductor.program import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks
 IMAGES = (torch.zeros(4, 3, 16, 16), torch.zeros(4, dtype=torch.long))

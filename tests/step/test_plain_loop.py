@@ -25,11 +25,11 @@ def plain(model: Hf, **keys: Any) -> TrainConfig:
     return config_of(model, "float32", trainer="torch", return_logits=True, **{**kept, **keys})
 
 
-def run(model: Hf, zero_grad: str, steps: int, padded: bool = False) -> None:
+def run(model: Hf, zero_grad: str, steps: int, padded: bool = False, optimizer_class: Any = None) -> None:
     """The loop itself, on the CPU; `padded` with a mask that leaves out a token of each sequence."""
     torch.manual_seed(0)
     built = model.build()
-    optimizer = torch.optim.AdamW(built.parameters(), weight_decay=0.1, foreach=False)
+    optimizer = (optimizer_class or torch.optim.AdamW)(built.parameters(), lr=1e-3, foreach=False)
     for _ in range(steps):
         batch = model.inputs()
         if padded:
@@ -61,6 +61,16 @@ def test_a_plain_loop_is_planned_as_it_runs(family: str, cached: bool, zero_grad
     assert peak_bytes(steps) == pytest.approx(seen, rel=2e-3)
 
 
+@pytest.mark.parametrize("zero_grad", ["after_step", "before_backward"])
+@pytest.mark.parametrize(("name", "used"), [("sgd", torch.optim.SGD), ("adafactor", torch.optim.Adafactor)])
+def test_an_optimizer_with_its_own_defaults_is_planned_as_it_runs(name: str, used: Any, zero_grad: str) -> None:
+    model = Hf("llama", layers=3, kv_heads=4, width=96, ffn=256, vocab=1000, tokens=48, more={"use_cache": False})
+    config = plain(model, zero_grad=zero_grad, optimizer=name)
+    steps = [build.build(config, cuda=False, first=first, threads=torch.get_num_threads()) for first in (True, False)]
+    seen = peak_allocated_bytes(lambda: run(model, zero_grad, steps=3, optimizer_class=used))
+    assert peak_bytes(steps) == pytest.approx(seen, rel=2e-3)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama"])
 def test_padded_batches_cost_a_mask(family: str, kv_heads: int) -> None:
@@ -78,7 +88,7 @@ def test_padded_batches_cost_a_mask(family: str, kv_heads: int) -> None:
 def test_a_deep_loop_is_the_one_interpreted_block_by_block(family: str) -> None:
     config = plain(Hf(family, layers=7, kv_heads=4, more={"use_cache": True}))
     sampled = loop.micro_step(config, True, 1)
-    whole = loop._with_previous_cache(loop._interpreted(config, True, 1, range(config.n_layer)))
+    whole = loop.with_previous_cache(loop._interpreted(config, True, 1, range(config.n_layer)))
     for ours, theirs in ((sampled.before, whole.before), (sampled.after, whole.after)):
         assert sorted(b.bytes for b in ours) == sorted(b.bytes for b in theirs)
     assert len(sampled.after) == 4 + 2 * config.n_layer  # the batch, logits, loss; keys and values of each block

@@ -123,7 +123,7 @@ def test_of_several_devices_the_fullest_is_read_unless_one_is_named(tmp_path: Pa
     path = save(tmp_path, content)
     assert snapshot.read(path).device == 1
     assert snapshot.read(path, device=0).peak_bytes == 2 * MIB
-    with pytest.raises(InputError, match="no such device; found 2; allowed: 0, 1"):
+    with pytest.raises(InputError, match="no such device; found 2; try: 0, 1"):
         snapshot.read(path, device=2)
 
 

@@ -15,6 +15,7 @@ from hf_models import Hf
 import oomph
 from oomph.config.load import load
 from oomph.config.schema import TrainConfig
+from oomph.predict.memory import find_peak
 from oomph.step.ops import Step
 from oomph.step.trace import cache as cache_module
 from oomph.step.trace import template as templates
@@ -26,6 +27,10 @@ SETTLED: dict[str, Any] = {
     "dtype": "bfloat16", "return_logits": True, "loss_chunk": 0, "optimizer_loop": "fused", "attention": "flash",
     "gradient_accumulation_steps": 3, "eval_iters": 2,
 }  # fmt: skip
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +65,12 @@ def both(template: Template, spec: str, config: TrainConfig) -> list[Step]:
     """A later step from a template, and from a trace of the whole model."""
     asked = (config.batch_size, config.block_size)
     whole = _Tracing(spec, config, cuda=True).template(None, [asked])
-    return [templates.steps(each.facts, each.lists(*asked), config, True, ())[1] for each in (template, whole)]
+    return [templates.step(each.facts, each.lists(*asked), config, True, first=False) for each in (template, whole)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "opt", "mixtral", "deepseek_v3", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "opt", *map(slow, ("qwen3", "mixtral", "gpt2", "gpt_neox", "deepseek_v3", "gemma2"))]
+)
 def test_an_eager_template_is_the_trace_at_any_size(tmp_path: Path, family: str) -> None:
     spec = config_file(tmp_path, family, 10 if family == "gemma2" else 6, num_local_experts=4)
     config = settled(compile=False, batch_size=4, block_size=640)
@@ -104,6 +111,16 @@ def test_a_compiled_template_is_the_compiled_trace(tmp_path: Path, family: str, 
     assert sum(ours) == sum(theirs)  # of an evaluation, whose blocks inductor fuses with one another
 
 
+@pytest.mark.slow
+def test_a_search_of_compiled_batches_traces_one_for_all_of_two_sequences_and_more(tmp_path: Path) -> None:
+    spec = config_file(tmp_path, "llama", 2)
+    config = settled(compile=True, batch_size=4, block_size=256)
+    template = make_template(spec, config, cuda=True, cover_more=True, search=True)
+    assert [template.covers(batch, 256) for batch in (1, 2, 4, 64)] == [False, True, True, True]
+    ours, theirs = (find_peak(step).allocated_bytes for step in both(template, spec, config))
+    assert ours == pytest.approx(theirs, rel=0.02)
+
+
 def test_a_kept_template_answers_without_torch(tmp_path: Path, cache: Path) -> None:
     spec = config_file(tmp_path, "llama", 6)
     keys = {"batch_size": 4, "block_size": 256, "compile": False}
@@ -141,7 +158,7 @@ def test_the_weights_are_float32_whatever_the_config_was_saved_in(tmp_path: Path
     assert oomph.plan(keys, "RTX 4090", model=str(path)).memory.allocated_mib == plain
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, slow(True)])
 def test_checkpointing_is_applied_to_a_hugging_face_model(tmp_path: Path, compiled: bool) -> None:
     spec = config_file(tmp_path, "llama", 2)
     keys = {"batch_size": 8, "block_size": 256, "compile": compiled, "trainer": "oomph"}
@@ -150,7 +167,7 @@ def test_checkpointing_is_applied_to_a_hugging_face_model(tmp_path: Path, compil
     assert plans[1].compute.flops_per_step > plans[0].compute.flops_per_step
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, slow(True)])
 @pytest.mark.parametrize("trainer", ["hf", "torch"])
 def test_a_traced_model_is_trained_as_the_described_one(tmp_path: Path, trainer: str, compiled: bool) -> None:
     spec = config_file(tmp_path, "llama", 2)

@@ -14,7 +14,7 @@ from oomph.predict.memory import find_peak
 from oomph.step import loop
 from oomph.step.kernels import RANDOM_STATE_BYTES
 from oomph.step.ops import Kernel, Kind, Phase
-from oomph.step.trace.eager import trace
+from oomph.step.trace.eager.program import trace
 
 
 class Perceptron(nn.Module):
@@ -98,12 +98,12 @@ def test_what_a_trace_frees_was_allocated_and_lives() -> None:
 
 
 def test_an_optimizer_that_cannot_be_traced_is_named() -> None:
-    with pytest.raises(InputError, match=r"adafactor.*allowed: adamw, sgd, muon"):
+    with pytest.raises(InputError, match=r"adafactor.*try: adamw, sgd, muon"):
         trace(Perceptron, [torch.zeros(32, 64)], optimizer="adafactor")
 
 
 def test_a_loop_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oomph.step.trace.record.MOST_CALLS", 20)
+    monkeypatch.setattr("oomph.step.trace.eager.record.MOST_CALLS", 20)
     with pytest.raises(InputError, match=r"a loop over its tokens.*block_size"):
         trace(Perceptron, [torch.zeros(32, 64)])
 

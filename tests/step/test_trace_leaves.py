@@ -25,9 +25,9 @@ class Attentive(nn.Module):
         return F.cross_entropy(self.drop(y).reshape(-1, 32), torch.zeros(32, dtype=torch.long))
 
 if sys.argv[1] == "eager":
-    from oomph.step.trace.eager import trace as traced
+    from oomph.step.trace.eager.program import trace as traced
 elif sys.argv[1] == "compiled":
-    from oomph.step.trace.compiled import compiled as traced
+    from oomph.step.trace.inductor.program import compiled as traced
 if sys.argv[1] != "none":
     for dtype in ("bfloat16", "float32"):
         traced(Attentive, [torch.zeros(2, 16, 32)], dtype=dtype)

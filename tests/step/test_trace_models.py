@@ -10,8 +10,8 @@ from hf_models import Hf, changes, peak
 from torch import nn
 
 from oomph.step.ops import Kernel, Phase, Step
-from oomph.step.trace.compiled import compiled
-from oomph.step.trace.eager import trace
+from oomph.step.trace.eager.program import trace
+from oomph.step.trace.inductor.program import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # inductor warns of what this machine lacks, peft of a config
 GEMMA3 = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
@@ -69,9 +69,14 @@ def planned(model: Hf, make: Any, **options: Any) -> Step:
     return step
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "gpt2"])
+COMPILED = pytest.param(compiled, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3", "gpt_neox", "gpt2"))]
+)
 def test_a_mask_is_made_compiled_and_not_eager(family: str) -> None:
-    model = Hf(family, tokens=128)
+    model = Hf(family, layers=1, tokens=128)
     kernels = []
     for make in (trace, compiled):
         step = planned(model, make, **({"evaluation": False} if make is compiled else {}))
@@ -84,6 +89,7 @@ def flops(step: Step, phase: Phase) -> int:
     return sum(op.flops for op in step.sections[0].ops if op.phase is phase and op.kernel is Kernel.GEMM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [True, False])
 def test_experts_are_counted_and_get_gradients_compiled_as_eager(autocast: bool) -> None:
     model = Hf("mixtral")
@@ -125,7 +131,7 @@ def test_attentions_result_lies_token_by_token(family: str, dtype: str) -> None:
     assert not [op.name for op in ops[last:] if op.name.endswith("clone")]
 
 
-@pytest.mark.parametrize("make", [trace, compiled])
+@pytest.mark.parametrize("make", [trace, COMPILED])
 def test_values_may_have_heads_of_their_own_size(make: Any) -> None:
     model = FAMILIES["deepseek_v3"]
     step = planned(model, make, **({"evaluation": False} if make is compiled else {}))
@@ -136,14 +142,14 @@ def test_values_may_have_heads_of_their_own_size(make: Any) -> None:
     assert flops % (model.batch * model.heads * (24 + 16)) == 0
 
 
-@pytest.mark.parametrize("make", [trace, compiled])
+@pytest.mark.parametrize("make", [trace, COMPILED])
 def test_a_mask_that_wants_a_gradient_gets_one(make: Any) -> None:
     step = planned(FAMILIES["t5"], make, **({"evaluation": False} if make is compiled else {}))
     added = {op.name for op in step.sections[1].ops if op.name.endswith("relative_attention_bias.weight.grad")}
     assert len(added) == 2  # the encoder's and the decoder's
 
 
-@pytest.mark.parametrize("make", [trace, compiled])
+@pytest.mark.parametrize("make", [trace, COMPILED])
 def test_a_layer_that_might_be_dropped_is_there(make: Any) -> None:
     class Dropping(Called):
         def __init__(self, share: float) -> None:

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from oomph.config.schema import TrainConfig
 from oomph.step.ops import Buffer, Op, Section, Step
-from oomph.step.trace.eager import trace
-from oomph.training.loss import chunked_loss
+from oomph.step.trace.eager.program import trace
+from oomph.training.loss import chunked_loss, head_loss
+from oomph.training.model import GPT
 
 
 class Norm(nn.Module):
@@ -119,6 +120,8 @@ class Gpt(nn.Module):
             del token, position
         x = self.transformer["drop"](embedded)
         del embedded
+        if self.config.trainer == "oomph":
+            del positions
         for index, block in enumerate(self.transformer["h"]):
             if self.training and index < self.config.checkpoint_layers:
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
@@ -133,11 +136,23 @@ class Gpt(nn.Module):
         return (logits, loss) if self.config.return_logits else loss
 
 
+class Own(nn.Module):
+    """oomph train's own model with the loss, for configs whose parts are not nanoGPT's."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.model = GPT(config)
+        self.config = config
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        return head_loss(self.model.trunk(tokens), self.model.lm_head.weight, targets, self.config.loss_chunk or 0)
+
+
 def traced(config: TrainConfig, cuda: bool = True, first: bool = False, fake: bool = True) -> Step:
     """The config's model, traced as the config says."""
     batch = [torch.zeros(config.batch_size, config.block_size, dtype=torch.long) for _ in range(2)]
     return trace(
-        (lambda: Gpt(config)),
+        (lambda: (Own if config.norm_type == "rmsnorm" else Gpt)(config)),
         batch,
         dtype=config.dtype or "float32",
         autocast=config.autocast,

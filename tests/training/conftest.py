@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -11,20 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from training_helpers import SMALL, Train, write_data
-
-from oomph.training.result import Result
-from oomph.training.run import Options, train
+from training_helpers import LETTERS, VOCAB, Train, trainer_of, write_data
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No torchrun around the tests, and no measuring of this CPU."""
+    """No torchrun around the tests."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OOMPH_MEASURE", "0")
 
 
 @pytest.fixture
@@ -33,14 +30,17 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def letters(data: Path) -> Path:
+    """nanoGPT's table of characters beside the data."""
+    tables = {"stoi": {c: i for i, c in enumerate(LETTERS)}, "itos": dict(enumerate(LETTERS)), "vocab_size": VOCAB}
+    (data / "meta.pkl").write_bytes(pickle.dumps(tables))
+    return data
+
+
+@pytest.fixture
 def run(data: Path, tmp_path: Path) -> Train:
     """`run(name, max_iters=…, …)` trains the small model into tmp_path/name; `options` go to `Options`."""
-
-    def go(name: str = "run", options: dict[str, Any] | None = None, **keys: Any) -> Result:
-        config = SMALL | {"dataset": str(data), "out_dir": str(tmp_path / name)} | keys
-        return train(config, Options(**({"quiet": True, "measure": False} | (options or {}))))
-
-    return go
+    return trainer_of(data, tmp_path)
 
 
 class SummaryWriter:

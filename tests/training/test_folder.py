@@ -263,9 +263,9 @@ def test_a_larger_accumulation_reads_every_window(run: Train, tmp_path: Path) ->
 
 
 def test_a_resumed_run_keeps_its_reduced_batch(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    from oomph.training import trainer as trainer_module
+    from oomph.training import model as model_module
 
-    head, count = trainer_module.head_loss, [0]
+    head, count = model_module.head_loss, [0]
 
     def once(*arguments: object) -> torch.Tensor:
         count[0] += 1
@@ -273,7 +273,7 @@ def test_a_resumed_run_keeps_its_reduced_batch(run: Train, monkeypatch: pytest.M
             raise torch.OutOfMemoryError("injected")
         return head(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer_module, "head_loss", once)
+    monkeypatch.setattr(model_module, "head_loss", once)
     assert run("run", max_iters=4).batch_size == 2
     assert run("run", options={"resume": True}, max_iters=5).batch_size == 2
     assert run("run", options={"resume": True}, max_iters=6, batch_size=8).batch_size == 8

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -14,9 +15,10 @@ from training_helpers import Train, losses
 
 from oomph import devices, plan, runs
 from oomph.errors import InputError
+from oomph.training import result as result_module
 from oomph.training.log import Log, Metrics, step_line
 from oomph.training.memory import MemoryMeter
-from oomph.training.result import PredictedVsActual, compare_memory
+from oomph.training.result import PredictedVsActual, Result, StepTimes, compare_memory, lines
 
 
 def test_a_figure_that_is_not_finite_is_null(tmp_path: Path) -> None:
@@ -100,12 +102,44 @@ def test_gpu_memory_is_compared_with_allocated_and_reserved(monkeypatch: pytest.
 
 def test_cpu_memory_is_compared_with_the_plans_total() -> None:
     on_cpu = plan({"n_layer": 1, "n_head": 1, "n_embd": 64}, replace(devices.find("RTX 4070"), kind="cpu"))
-    unmeasured = replace(on_cpu, memory=replace(on_cpu.memory, total_mib=50.0, context_mib=0.0))
     meter = MemoryMeter(torch.device("cpu"))
     known, nothing = compare_memory(on_cpu, meter)
     assert known.predicted == on_cpu.memory.total_mib and nothing == PredictedVsActual(None, None)
     assert known.actual is not None and known.actual >= meter.began_mib > 50
-    assert compare_memory(unmeasured, meter)[0].predicted == 50 + meter.began_mib
+    own = meter.with_own_share(replace(on_cpu.device, context_mib=7, optimizer_mib=9))
+    assert (own.context_mib, own.optimizer_mib) == (round(meter.began_mib), 0)
+
+
+@pytest.mark.parametrize(("waited", "actual_ms"), [(0.0, 20.0), (0.4, 8.0)])
+def test_a_step_on_a_busy_cpu_is_compared_in_processor_time(
+    monkeypatch: pytest.MonkeyPatch, waited: float, actual_ms: float
+) -> None:
+    times = StepTimes(torch.device("cpu"))
+    monkeypatch.setattr(result_module, "waited_s", lambda _: waited * 0.09)
+    for clock_s in (0.01, 0.02, 0.06):
+        times.add(clock_s, 0.4 * clock_s)
+    assert times.usual_ms() == pytest.approx((actual_ms, waited))
+
+
+def test_how_long_a_step_waited_is_said_beside_its_time() -> None:
+    both, none = PredictedVsActual(10.0, 20.0), PredictedVsActual(None, None)
+    result = Result(
+        out_dir="out", steps=1, finished=True, reason="all steps done", loss=1.0, val_loss=None, best_val_loss=None,
+        tokens=1, seconds=1.0, memory_mib=both, step_ms=both, shrunk=0, batch_size=1, interrupted=False,
+        reserved_mib=none, waited=0.4, again=False, ranks_mib=(both, both),
+    )  # fmt: skip
+    told = lines(result, on_cpu=True)
+    place = next(place for place, line in enumerate(told) if "40 %" in line)
+    assert told[place - 1].startswith("a step:")
+
+
+def test_a_line_cut_short_by_a_kill_does_not_spoil_the_next(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":0,"loss":4.1}\n{"step":1,"lo')
+    metrics = Metrics(tmp_path, [], kept_bytes=sys.maxsize)
+    metrics.write(2, loss=3.0)
+    metrics.close()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 2]
 
 
 class Terminal(io.StringIO):
@@ -137,3 +171,18 @@ def test_a_steps_line_says_pace_and_plan() -> None:
     assert line == (
         "step 7/100, loss 3.2000, 250 ms, 4,096 tokens/s, mfu 50.0 %, 1,200 MiB, 60 s to go (planned: 240 ms a step)"
     )
+
+
+def test_the_end_of_a_run_is_one_screen_and_says_what_the_percentages_are_of() -> None:
+    off = PredictedVsActual(90.0, 100.0)
+    result = Result(
+        "out/a run", 600, True, "all steps done", 1.0, 1.1, 1.1, 600, 60.0, off, off, 0, 12,
+        reserved_mib=off, ranks_mib=(off, off), waited=0.5,
+    )  # fmt: skip
+    told = lines(result, on_cpu=True)
+    assert len(told) <= 25
+    assert max(map(len, told)) <= 100
+    assert sum("10 % too low" in line for line in told) == 3
+    assert sum("processor time" in line for line in told) == 1
+    assert "oomph sample 'out/a run'" in told[-1]
+    assert not any("processor time" in line for line in lines(msgspec.structs.replace(result, waited=0.0), on_cpu=True))

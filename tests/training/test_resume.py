@@ -9,13 +9,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from training_helpers import SMALL, Train, losses, weights, write_data
+from training_helpers import SMALL, VOCAB, Train, losses, weights, write_data
 
+from oomph import config as configs
+from oomph import devices
 from oomph.errors import InputError
 from oomph.training import checkpoint
-from oomph.training import trainer as trainer_module
+from oomph.training import feed as feed_module
+from oomph.training import model as model_module
+from oomph.training.start import resumed_config
+from oomph.training.trainer import Trainer
 from refusals import refused
 
 
@@ -36,6 +42,7 @@ def same_weights(a: Path, b: Path) -> bool:
         {"dtype": "bfloat16"},
         {"dtype": "float16"},
         {"dtype": "bfloat16", "autocast": False},
+        {"recipe": "modern", "dropout": 0.1, "num_key_value_heads": 1, "ema": 0.9},
     ],
     ids=str,
 )
@@ -112,7 +119,7 @@ def test_while_a_resumed_run_trains_its_checkpoint_is_out_of_memory(
     run: Train, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
     run("run", max_iters=2, optimizer=optimizer)
-    load, head = checkpoint.load, trainer_module.head_loss
+    load, head = checkpoint.load, model_module.head_loss
     loaded: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
@@ -126,7 +133,7 @@ def test_while_a_resumed_run_trains_its_checkpoint_is_out_of_memory(
         return head(*given)
 
     monkeypatch.setattr(checkpoint, "load", watched)
-    monkeypatch.setattr(trainer_module, "head_loss", counting)
+    monkeypatch.setattr(model_module, "head_loss", counting)
     run("run", options={"resume": True}, max_iters=3, optimizer=optimizer)
     assert len(loaded) > 10 and set(alive) == {0}
 
@@ -173,7 +180,7 @@ def test_a_changed_shape_is_refused_with_both_values(run: Train, key: str) -> No
     run("run", max_iters=2)
     with pytest.raises(InputError, match=f"{key} cannot change") as error:
         run("run", options={"resume": True}, **{key: 8})
-    assert "found 8; allowed" in str(error.value)
+    assert "found 8; try" in str(error.value)
 
 
 def test_other_data_is_refused(run: Train, data: Path) -> None:
@@ -235,6 +242,69 @@ def test_a_nanogpt_checkpoint_resumes_at_its_step(run: Train, tmp_path: Path) ->
     assert losses(tmp_path / "theirs") == losses(tmp_path / "ours")[4:]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "now", "dtype"),
+    [("cpu", {}, "float32"), ("cuda", {"device": "cpu"}, "float32"), ("cpu", {"dtype": "bfloat16"}, "bfloat16")],
+)
+def test_nanogpts_recorded_dtype_counts_only_for_the_device_it_ran_on(
+    tmp_path: Path, theirs: str, now: dict[str, str], dtype: str
+) -> None:
+    """On a CPU nanoGPT records float16 and computes in float32."""
+    content = {"config": {"device": theirs, "dtype": "float16"}, "model_args": {}}
+    path = tmp_path / "ckpt.pt"
+    loaded, _ = resumed_config(path, content, configs.from_dict(now))
+    assert (configs.settle(configs.with_trainer(loaded, "oomph"), devices.detect("cpu")).config.dtype) == dtype
+
+
+def test_nanogpts_dtype_on_a_card_is_kept_on_a_card(tmp_path: Path) -> None:
+    content = {"config": {"device": "cuda", "dtype": "float16"}, "model_args": {}}
+    assert resumed_config(tmp_path / "ckpt.pt", content, configs.from_dict({}))[0].config.dtype == "float16"
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 2, "gradient_accumulation_steps": 4}, {"batch_size": 8}])
+def test_evaluations_compare_whatever_micro_batch_a_run_is_resumed_with(run: Train, change: dict[str, int]) -> None:
+    before = run("run", max_iters=3)
+    after = run("run", options={"resume": True}, eval_only=True, **change)
+    assert after.val_loss == pytest.approx(before.val_loss, abs=1e-6)
+
+
+def test_evaluations_do_not_depend_on_the_seed(run: Train, tmp_path: Path) -> None:
+    first = run("first", max_iters=2, seed=1)
+    second = run("second", options={"weights": tmp_path / "first"}, eval_only=True, seed=2)
+    assert second.val_loss == pytest.approx(first.val_loss, abs=1e-6)
+
+
+def test_other_data_of_the_same_size_is_refused(run: Train, data: Path) -> None:
+    run("run", max_iters=2)
+    tokens = np.fromfile(data / "train.bin", "<u2")
+    tokens[::7] = 1
+    tokens.tofile(data / "train.bin")
+    with pytest.raises(InputError, match="as many tokens, but different ones"):
+        run("run", options={"resume": True}, max_iters=4)
+
+
+def test_a_token_beyond_the_vocabulary_anywhere_ends_the_run_with_its_work_saved(
+    run: Train, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.fromfile(data / "train.bin", "<u2")
+    tokens[3600:] = VOCAB + 5
+    tokens.tofile(data / "train.bin")
+    monkeypatch.setattr(feed_module, "check_vocabulary", lambda *_: None)  # as if it had looked elsewhere
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_: 1.0)
+    with pytest.raises(InputError, match=f"train.bin: contains tokens beyond.*token {VOCAB + 5}, vocab_size = {VOCAB}"):
+        run("run", max_iters=40, batch_size=1, gradient_accumulation_steps=1)
+    assert checkpoint.step_of(checkpoint.saved(tmp_path / "run")[-1]) == len(losses(tmp_path / "run"))
+
+
+def test_a_resumed_torch_optimizer_does_not_live_in_the_mapped_file(run: Train, tmp_path: Path) -> None:
+    """Its state is copied, or dropping the file's pages would undo what it learns."""
+    keys = {"optimizer": "muon", "n_embd": 64}  # whose matrices fill pages of the file
+    run("whole", max_iters=6, **keys)
+    run("run", max_iters=3, **keys)
+    run("run", options={"resume": True}, max_iters=6, **keys)
+    assert same_weights(tmp_path / "whole", tmp_path / "run")
+
+
 def test_eval_only_on_a_resumed_run_trains_nothing(run: Train, tmp_path: Path) -> None:
     run("run", max_iters=3)
     before = weights(tmp_path / "run")
@@ -286,7 +356,7 @@ def test_a_resumed_run_keeps_its_options(run: Train, tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == len(events) + 1
     assert (tmp_path / "run" / "huggingface" / "model.safetensors").is_file()
     ours = checkpoint.load(checkpoint.saved(tmp_path / "run")[-1])["oomph"]
-    assert ours["options"] == asked | {"weights": ""} and ours["data"]["order"] == "epochs"
+    assert ours["options"] == asked | {"weights": "", "trackio": False} and ours["data"]["order"] == "epochs"
 
 
 def test_options_given_again_win(run: Train, tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from training_helpers import SMALL, Train, losses, weights
 
 from oomph import config as configs
 from oomph.cli import train as command
-from oomph.training import trainer as trainer_module
+from oomph.cli.main import main
+from oomph.training import model as model_module
 from oomph.training.errors import DoesNotFitError, TrainingError
+from oomph.training.ranks import sharing
 from oomph.training.run import Options, train
 from refusals import refused
 
@@ -83,7 +85,7 @@ def test_an_unset_device_is_chosen_with_its_reason(
 def test_what_does_not_fit_is_refused_unless_forced(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     from msgspec.structs import replace
 
-    from oomph.training import run as setup_module
+    from oomph.training import setup as setup_module
 
     detect = setup_module.detect
     monkeypatch.setattr(setup_module, "detect", lambda *a: replace(detect(*a), usable_mib=0))
@@ -113,7 +115,7 @@ def test_pure_bfloat16_keeps_no_float32_weights(run: Train, tmp_path: Path) -> N
 
 def poison(monkeypatch: pytest.MonkeyPatch, at: int, value: float) -> None:
     """Make the loss of the at-th training batch what it should never be."""
-    head, count = trainer_module.head_loss, [0]
+    head, count = model_module.head_loss, [0]
 
     def poisoned(*arguments: object) -> torch.Tensor:
         loss = head(*arguments)  # type: ignore[arg-type]
@@ -122,7 +124,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: int, value: float) -> None:
         count[0] += 1
         return loss * value if count[0] == at else loss
 
-    monkeypatch.setattr(trainer_module, "head_loss", poisoned)
+    monkeypatch.setattr(model_module, "head_loss", poisoned)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -142,14 +144,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(
 def test_a_float16_overflow_is_skipped_and_the_run_goes_on(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean = trainer_module.get_total_norm
+    clean = sharing.get_total_norm
     asked = [0]
 
     def overflow(gradients: list[torch.Tensor]) -> torch.Tensor:
         asked[0] += 1
         return torch.tensor(float("inf")) if asked[0] == 2 else clean(gradients)
 
-    monkeypatch.setattr(trainer_module, "get_total_norm", overflow)
+    monkeypatch.setattr(sharing, "get_total_norm", overflow)
     assert run("run", dtype="float16").finished
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line.get("event") == "scale lowered"] == [2]
@@ -158,7 +160,7 @@ def test_a_float16_overflow_is_skipped_and_the_run_goes_on(
 def test_float16_gradients_that_no_scale_helps_end_the_run(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head, count = trainer_module.head_loss, [0]
+    head, count = model_module.head_loss, [0]
 
     def sour(*arguments: object) -> torch.Tensor:
         loss = head(*arguments)  # type: ignore[arg-type]
@@ -168,7 +170,7 @@ def test_float16_gradients_that_no_scale_helps_end_the_run(
                 loss.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
-    monkeypatch.setattr(trainer_module, "head_loss", sour)
+    monkeypatch.setattr(model_module, "head_loss", sour)
     with pytest.raises(TrainingError, match=r"step 23: .*\b20 steps") as error:
         run("bad", dtype="float16", max_iters=100, eval_interval=3)
     assert "The last good checkpoint is" in str(error.value)
@@ -184,7 +186,7 @@ def test_a_missing_compiler_is_reported_with_its_cure(
     def failing(*_: object) -> torch.Tensor:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(trainer_module, "head_loss", failing)
+    monkeypatch.setattr(model_module, "head_loss", failing)
     with pytest.raises(TrainingError, match=r"torch\.compile failed: .*--compile=False"):
         run("run")
     assert "ERROR: torch.compile failed" in (tmp_path / "run" / "log.txt").read_text()
@@ -196,10 +198,24 @@ def test_a_fault_of_ours_leaves_its_trace_in_the_log(
     def failing(*_: object) -> torch.Tensor:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(trainer_module, "head_loss", failing)
+    monkeypatch.setattr(model_module, "head_loss", failing)
     with pytest.raises(ZeroDivisionError):
         run("run")
     assert "ERROR: by nothing" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_mistake_that_all_ranks_find_is_told_by_a_machines_first(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    fsdp = {"parallel": "fsdp"}
+    for wrong in (fsdp | {"optimizer": "muon"}, fsdp | {"cpu_offload": "all"}, {"n_layer": "two"}):
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            assert main(["train", *arguments(data, tmp_path / "run", **wrong)]) != 0
+            assert ("ERROR" in capsys.readouterr().err) == (rank == "0")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +232,7 @@ def test_a_fault_of_ours_leaves_its_trace_in_the_log(
 def test_an_environment_that_is_not_torchruns_is_refused(
     monkeypatch: pytest.MonkeyPatch, said: dict[str, str], found: str
 ) -> None:
-    from oomph.training.distributed import ranks_from_environment
+    from oomph.training.ranks.group import ranks_from_environment
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -286,7 +302,7 @@ def test_a_signal_leaves_a_checkpoint_and_exit_code_130(data: Path, tmp_path: Pa
     program = "import sys; from oomph.cli.train import run; sys.exit(run(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments(data, out, max_iters=10**6, log_interval=1)],
-        env=os.environ | {"OOMPH_MEASURE": "0", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,17 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_helpers import VOCAB, Train, write_data
+from training_helpers import LETTERS, VOCAB, Train, write_data
 
+from oomph import config as configs
 from oomph.cli import sample as command
 from oomph.config import TrainConfig
 from oomph.data.tokenizer import tokenizer_of
 from oomph.training import checkpoint
 from oomph.training.model import GPT
-from oomph.training.sample import Sampling, draw, generate, load_model
+from oomph.training.sample import Sampling, draw, generate, open_model
 from refusals import refused
-
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;:!?'\n"[:VOCAB]
 
 
 @pytest.fixture
@@ -29,16 +28,12 @@ def model() -> GPT:
     return GPT(TrainConfig(vocab_size=20, n_layer=2, n_head=2, n_embd=16, block_size=10)).eval()
 
 
-@pytest.fixture
-def letters(data: Path) -> Path:
-    """nanoGPT's table of characters beside the data."""
-    tables = {"stoi": {c: i for i, c in enumerate(LETTERS)}, "itos": dict(enumerate(LETTERS)), "vocab_size": VOCAB}
-    (data / "meta.pkl").write_bytes(pickle.dumps(tables))
-    return data
-
-
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(1.0, None), Sampling(0.7, 5), Sampling(1.0, None, 0.8)])
-def test_the_cache_changes_nothing_even_beyond_the_block(model: GPT, sampling: Sampling) -> None:
+@pytest.mark.parametrize("recipe", ["nanogpt", "modern"])
+def test_the_cache_changes_nothing_even_beyond_the_block(recipe: str, sampling: Sampling) -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 20, "n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 10, "num_key_value_heads": 1}
+    model = GPT(configs.from_dict(shape | {"recipe": recipe, "trainer": "oomph", "zero_init": False}).config).eval()
     cached = generate(model, [1, 2, 3], 15, sampling, samples=3)
     assert cached == generate(model, [1, 2, 3], 15, sampling, samples=3, use_cache=False)
 
@@ -102,8 +97,8 @@ def test_a_nanogpt_checkpoint_can_be_sampled(run: Train, tmp_path: Path) -> None
     del content["oomph"]
     (tmp_path / "theirs").mkdir()
     torch.save(content, tmp_path / "theirs" / "ckpt.pt")
-    theirs, _ = load_model(tmp_path / "theirs")
-    ours, _ = load_model(tmp_path / "run")
+    theirs = open_model(tmp_path / "theirs").model
+    ours = open_model(tmp_path / "run").model
     assert generate(theirs, [1], 5, Sampling()) == generate(ours, [1], 5, Sampling())
 
 
@@ -119,7 +114,7 @@ def test_characters_survive_encoding_and_decoding(letters: Path) -> None:
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with refused(str(tmp_path)):
-        load_model(tmp_path)
+        open_model(tmp_path)
 
 
 @pytest.mark.usefixtures("letters")

@@ -35,3 +35,17 @@ def test_a_schedule_that_ends_with_its_warm_up_divides_by_nothing() -> None:
 def test_without_decay_the_rate_stays() -> None:
     config = TrainConfig(decay_lr=False, learning_rate=3e-4, warmup_iters=10)
     assert {learning_rate(step, config) for step in (0, 5, 10**6)} == {3e-4}
+
+
+@given(step=st.integers(0, 400), warm_up=st.integers(0, 50), end=st.integers(100, 300), share=st.floats(0.01, 1.0))
+def test_a_level_schedule_falls_in_a_straight_line_to_its_end(step: int, warm_up: int, end: int, share: float) -> None:
+    keys = {"learning_rate": 1e-3, "min_lr": 1e-4, "warmup_iters": warm_up, "lr_decay_iters": end}
+    config = TrainConfig(**keys, lr_scheduler_type="warmup_stable_decay", warmdown_ratio=share)  # type: ignore[arg-type]
+    rate = learning_rate(step, config)
+    if step < warm_up:
+        assert rate == 1e-3 * (step + 1) / (warm_up + 1)
+    elif step >= end:
+        assert rate == 1e-4
+    else:
+        falling = (end - step) / (share * end)
+        assert math.isclose(rate, 1e-4 + 9e-4 * min(1.0, falling), rel_tol=1e-12)

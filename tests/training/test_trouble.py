@@ -11,22 +11,25 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from training_helpers import Train, losses, weights
 
 from oomph.cli import train as command
-from oomph.training import checkpoint
-from oomph.training import loop as loop_module
+from oomph.training import checkpoint, saving
+from oomph.training import model as model_module
+from oomph.training import run as run_module
 from oomph.training import trainer as trainer_module
-from oomph.training.errors import TrainingError
+from oomph.training.errors import DiskFullError, LostRankError, TrainingError
 from oomph.training.log import Log, Metrics, TensorBoardTracker
+from oomph.training.ranks.group import Ranks
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "_RETRY_PAUSES_S", (0.0,))
+    monkeypatch.setattr(saving, "_RETRY_PAUSES_S", (0.0,))
 
 
 def fail_to_save(monkeypatch: pytest.MonkeyPatch, when: list[str], times: int = 10**6) -> None:
@@ -69,6 +72,81 @@ def test_a_last_checkpoint_is_tried_again(run: Train, tmp_path: Path, monkeypatc
     fail_to_save(monkeypatch, ["step_00000006"], times=2)
     assert run("run", eval_interval=3).finished
     assert checkpoint.saved(tmp_path / "run")[-1].stem == "step_00000006"
+
+
+class SmallDisk:
+    """Holds so many checkpoints, best.pt included, and is full then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.save, self.room = checkpoint.save, room
+        monkeypatch.setattr(checkpoint, "save", self)
+
+    def __call__(self, content: dict[str, object], path: Path) -> None:
+        run = checkpoint.run_of(path)
+        held = {file.stat().st_ino for file in (*checkpoint.saved(run), run / "best.pt") if file.is_file()}
+        if len(held) >= self.room:
+            raise DiskFullError(f"{path}: cannot be written: No space left on device.")
+        self.save(content, path)
+
+
+def evaluations(monkeypatch: pytest.MonkeyPatch, losses_of: list[float]) -> None:
+    """Evaluations that find these losses, one after another."""
+    found = iter(loss for loss in losses_of for _ in ("train", "val"))
+    monkeypatch.setattr(trainer_module.Trainer, "evaluate", lambda *_: next(found))
+
+
+def test_a_disk_with_room_for_two_checkpoints_keeps_the_newest(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SmallDisk(monkeypatch, room=2)
+    evaluations(monkeypatch, [4.0, 3.0, 3.5, 3.6, 3.7, 3.8, 3.9])
+    assert run("run", eval_interval=1, options={"keep": 3}).finished
+    assert checkpoint.saved(tmp_path / "run")[-1].stem == "step_00000006"
+    assert "best.pt was deleted to make room" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_older_checkpoints_go_before_the_best(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SmallDisk(monkeypatch, room=3)
+    evaluations(monkeypatch, [4.0, 3.0, 3.5, 3.6, 3.7, 3.8, 3.9])
+    assert run("run", eval_interval=1, options={"keep": 3}).best_val_loss == 3.0
+    assert checkpoint.load(tmp_path / "run" / "best.pt")["iter_num"] == 1
+
+
+def test_a_disk_with_room_for_one_checkpoint_keeps_it(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SmallDisk(monkeypatch, room=1)
+    with pytest.raises(TrainingError, match="step_00000003"):
+        run("run", eval_interval=3)
+    assert [path.stem for path in checkpoint.saved(tmp_path / "run")] == ["step_00000003"]
+
+
+def test_a_disk_too_small_for_all_checkpoints_is_told_at_the_start(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**16))
+    run("run", max_iters=1)
+    assert "2 checkpoints, the best and the next take 4 ×" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_lost_rank_leaves_the_state_before_the_step_in_a_checkpoint(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("whole", max_iters=6)
+    total = Ranks.sum
+
+    def lost(self: Ranks, tensors: list[torch.Tensor], in_step: bool = False) -> None:
+        if len(tensors) > 1 and fault.pop(0):
+            raise LostRankError("rank 0 lost contact")
+        total(self, tensors, in_step)
+
+    fault = [False, False, False, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(Ranks, "sum", lost)
+        with pytest.raises(LostRankError, match="step 3 is saved"):
+            run("run", max_iters=6)
+    run("run", options={"resume": True}, max_iters=6)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_a_stop_without_a_checkpoint_does_not_claim_one(run: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +271,7 @@ def test_weights_that_are_not_finite_are_never_saved(
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, batch: int, number: int, grad: bool = True) -> None:
     """Send the signal from inside the loss of that batch, in training or in evaluation."""
-    head, count = trainer_module.head_loss, [0]
+    head, count = model_module.head_loss, [0]
 
     def signalling(*arguments: object) -> torch.Tensor:
         if torch.is_grad_enabled() == grad:
@@ -202,7 +280,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, batch: int, number: int, grad:
                 os.kill(os.getpid(), number)
         return head(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer_module, "head_loss", signalling)
+    monkeypatch.setattr(model_module, "head_loss", signalling)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

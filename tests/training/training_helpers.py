@@ -12,10 +12,12 @@ import torch
 
 from oomph.training import checkpoint
 from oomph.training.result import Result
+from oomph.training.run import Options, train
 
 Train = Callable[..., Result]
 
 VOCAB = 61
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;:!?'\n"[:VOCAB]
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_layer": 2,
@@ -43,6 +45,16 @@ def write_data(folder: Path) -> Path:
     tokens[:4000].tofile(folder / "train.bin")
     tokens[4000:].tofile(folder / "val.bin")
     return folder
+
+
+def trainer_of(data: Path, folder: Path) -> Train:
+    """`run(name, max_iters=…, …)` trains the small model into folder/name; `options` go to `Options`."""
+
+    def run(name: str = "run", options: dict[str, Any] | None = None, **keys: Any) -> Result:
+        config = SMALL | {"dataset": str(data), "out_dir": str(folder / name)} | keys
+        return train(config, Options(**({"quiet": True, "measure": False} | (options or {}))))
+
+    return run
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import re
+from importlib.resources import files
 from pathlib import Path
 
 import httpx
@@ -12,9 +16,10 @@ import pytest
 import oomph
 from oomph import config as configs
 from oomph.config import KEYS
-from oomph.config.hugging_face import known_models
+from oomph.config.reading.hugging_face import known_models
+from oomph.planning.plan import PROGRAMS, other_trainer
 from oomph.report.plan import summarise
-from oomph.web.answers import OTHER_TRAINER, PARTS, answer, join_plans
+from oomph.web.answers import PARTS, answer, join_plans
 from oomph.web.questions import PlanQuestion
 
 CARD = "RTX 4070"
@@ -57,7 +62,7 @@ def test_the_report_joined_from_both_parts_is_that_of_both_plans(question: dict[
     told = json.loads(join_plans(*(answer(part, body, ".") for part in PARTS)).plain())
     asked = msgspec.json.decode(body, type=PlanQuestion)
     loaded, device = asked.run()
-    other = configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer])
+    other = configs.with_trainer(loaded, other_trainer(loaded.config) or "")
     whole = summarise([oomph.plan(loaded, device), oomph.plan(other, device)], brief=True)
     expected = json.loads(msgspec.json.encode(whole))
     for pace in (*told["summary"]["paces"], *expected["paces"]):
@@ -332,7 +337,7 @@ def test_the_keys_of_a_plan_are_those_of_its_program_and_model(client: httpx.Cli
     assert {"num_key_value_heads", "head_dim", "batch_size", "max_iters", "use_cache"} <= qwen
     assert {"loss_chunk", "wandb_log", "eval_interval", "min_lr", "num_experts_per_tok"}.isdisjoint(qwen)
     assert {"loss_chunk", "wandb_log", "eval_interval", "min_lr"} <= gpt2
-    assert {"num_key_value_heads", "use_cache", "num_experts"}.isdisjoint(gpt2)
+    assert {"sliding_window", "use_cache", "num_experts"}.isdisjoint(gpt2)
 
 
 @pytest.mark.parametrize("question", [QWEN, PASTED])
@@ -378,3 +383,28 @@ def test_the_name_of_a_model_is_no_path(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     told = json.loads(answer(PARTS[0], json.dumps(QWEN).encode(), ".").plain())
     assert told["plan"]["config"]["model_type"] == "qwen3"
+
+
+def test_what_is_alive_at_the_peaks_operation_is_what_the_peak_holds(client: httpx.Client) -> None:
+    question = {"gpu": CARD, "set": {"n_layer": 2}}
+    peak = ask(client, "plan", **question)["timeline"]["peak"]
+    found = ask(client, "moment", **question, at=peak["index"])
+    assert (found["holders"], found["bytes"]) == (peak["holders"], peak["bytes"])
+    assert client.post("/api/moment", json={**question, "at": 10**8}).status_code == 400
+
+
+def test_a_plan_may_be_had_as_a_picture_and_as_a_snapshot(client: httpx.Client) -> None:
+    question = {"gpu": CARD, "set": {"n_layer": 1}}
+    assert ask(client, "picture", **question)["text"].startswith("<svg")
+    content = pickle.loads(base64.b64decode(ask(client, "snapshot", **question)["content"]))
+    assert content["device_traces"] and content["segments"]
+    refused = client.post("/api/snapshot", json={"set": {"device": "cpu", "n_layer": 1}})
+    assert refused.status_code == 400
+
+
+def test_the_page_names_every_program_that_the_planner_does() -> None:
+    text = (files("oomph.web") / "static/js/parts.js").read_text()
+    named = dict(
+        re.findall(r'^  (\w+): "([^"]+)",$', text.partition("PROGRAMS = {")[2].partition("};")[0], re.MULTILINE)
+    )
+    assert named == PROGRAMS

@@ -17,9 +17,10 @@ from oomph.web.questions import preset_names
 
 ADDRESSES = {
     *("/api/presets", "/api/gpus", "/api/keys", "/api/machine", "/api/plan", "/api/report", "/api/fit", "/api/config"),
-    *("/api/explain", "/api/compare", "/api/runs", "/api/runs/{name}", "/api/runs/{name}/events"),
+    *("/api/explain", "/api/compare", "/api/runs", "/api/runs/{name}", "/api/events"),
+    *("/api/picture", "/api/moment", "/api/snapshot"),
 }
-EVENTS = "/api/runs/{name}/events"  # has no end: its own tests look at it
+EVENTS = "/api/events"  # has no end: its own tests look at it
 HEAVY = ("/api/fit",)  # seconds each
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 

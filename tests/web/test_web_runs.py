@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import time
@@ -13,11 +15,15 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 from web_helpers import Running, add_steps, write_run
 
 from oomph.errors import InputError
-from oomph.web.events import Tail
-from oomph.web.runs import COLUMNS, ROWS, Clock, NoSuchRunError, RunsFolder, read_lines, thinned
+from oomph.web import runs
+from oomph.web.app import Web
+from oomph.web.events import MAX_STREAMS, Tail
+from oomph.web.metrics import COLUMNS, ROWS, Clock, Figures, position, read_lines, read_position, thinned
+from oomph.web.runs import NoSuchRunError, RunsFolder
 
 
 def test_the_runs_are_listed_with_their_last_figures(client: httpx.Client) -> None:
@@ -69,7 +75,7 @@ def test_a_run_that_is_not_there_is_a_404_with_the_nearest(client: httpx.Client)
 
 @pytest.mark.parametrize("name", ["..", "%2e%2e", "..%2f..%2fetc", "a%2f..%2fb", "%00", "a%00b", "\N{WOMAN}"])
 def test_no_name_leads_out_of_the_runs_folder(client: httpx.Client, name: str) -> None:
-    for address in (f"/api/runs/{name}", f"/api/runs/{name}/events"):
+    for address in (f"/api/runs/{name}", f"/api/events?run={name}"):
         assert client.get(address).status_code in (404, 405)
 
 
@@ -88,7 +94,7 @@ def test_links_out_of_the_runs_folder_are_not_followed(tmp_path: Path) -> None:
     folder = RunsFolder(runs)
     assert "jump" not in folder.names()
     assert folder.run("linked").metrics.count == 0
-    assert Tail(inside, 0).more()[0].startswith(b"id: 0\nevent: state")
+    assert [kind for kind, _ in Tail(inside, 0).more()] == ["state"]
     with pytest.raises(InputError, match="a link"):
         folder.readable("linked")
 
@@ -143,7 +149,7 @@ def test_a_file_that_no_run_writes_takes_no_other_run_away(tmp_path: Path, file:
     for found in (folder.listing(), folder.run("bad")):
         msgspec.json.encode(found)
     assert {run.name for run in folder.listing().runs} == {"good", "bad"}
-    assert all(event.startswith(b"id: ") for event in Tail(path, 0).more())
+    msgspec.json.encode(Tail(path, 0).more())
 
 
 def test_a_folder_whose_name_is_no_text_is_listed_and_read_under_one_that_is(tmp_path: Path) -> None:
@@ -177,8 +183,11 @@ def test_a_run_long_silent_has_stopped(tmp_path: Path) -> None:
 def test_a_long_run_is_thinned_to_real_rows_with_its_spikes() -> None:
     losses = [5.0] * 100_000
     losses[77_777] = 99.0
-    lines = (b'{"step": %d, "loss": %f, "step_ms": 10}' % (step, loss) for step, loss in enumerate(losses))
-    found = read_lines(lines, Clock(), None)
+    clock = Clock()
+    lines = [b'{"step": %d, "loss": %f, "step_ms": 10}' % (step, loss) for step, loss in enumerate(losses)]
+    found = Figures()
+    for first in range(0, len(lines), 7_000):  # as a file is read: piece by piece
+        read_lines(b"\n".join(lines[first : first + 7_000]), clock, None, found)
     columns = found.columns().columns
     assert found.count == 100_000 and len(columns["step"]) <= ROWS
     assert columns["loss"][columns["step"].index(77_777)] == 99.0
@@ -216,34 +225,72 @@ def events(reply: httpx.Response) -> Iterator[tuple[str, str, dict[str, object]]
 
 def test_a_growing_run_is_streamed_as_it_grows(server: Running) -> None:
     path = write_run(server.runs, 5, name="growing")
-    offset = server.client.get("/api/runs/growing").json()["offset"]
-    with server.client.stream("GET", f"/api/runs/growing/events?from={offset}") as reply:
+    start = server.client.get("/api/runs/growing").json()["position"]
+    with server.client.stream("GET", "/api/events", params={"run": "growing", "from": start}) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         stream = events(reply)
-        assert next(stream)[1:] == ("state", {"state": "running", "result": None, "steps": None})
+        state = {"state": "running", "reason": None, "result": None, "steps": None}
+        assert next(stream)[1:] == ("state", {"run": 0, "data": state})
         add_steps(path, 5, 8)
-        _, kind, data = next(stream)
-        assert kind == "metrics" and data["columns"]["step"] == [5, 6, 7]
-        assert data["columns"]["hours"][-1] == pytest.approx(8 * 3.6 / 3600)  # the hours before count too
+        _, kind, found = next(stream)
+        assert kind == "metrics" and found["data"]["columns"]["step"] == [5, 6, 7]
+        assert found["data"]["columns"]["hours"][-1] == pytest.approx(8 * 3.6 / 3600)  # the hours before count too
         (path / "result.json").write_text('{"finished": true}')
-        _, kind, data = next(stream)
-        assert kind == "state" and data["state"] == "finished"
+        _, kind, found = next(stream)
+        assert kind == "state" and found["data"]["state"] == "finished"
 
 
-def test_a_stream_goes_on_where_the_last_one_ended(server: Running) -> None:
-    path = write_run(server.runs, 3, name="again")
-    with server.client.stream("GET", "/api/runs/again/events") as reply:
-        last, kind, data = next(events(reply))
-        assert kind == "metrics" and data["columns"]["step"] == [0, 1, 2]
-    add_steps(path, 3, 5)
-    with server.client.stream("GET", "/api/runs/again/events", headers={"last-event-id": last}) as reply:
-        _, kind, data = next(events(reply))
-        assert kind == "metrics" and data["columns"]["step"] == [3, 4]
+def test_a_stream_of_two_runs_goes_on_where_the_last_one_ended(server: Running) -> None:
+    paths = [write_run(server.runs, 3, name=name) for name in ("one", "two")]
+    asked = {"run": ["one", "two"]}
+    with server.client.stream("GET", "/api/events", params=asked) as reply:
+        stream = (event for event in events(reply) if event[1] == "metrics")
+        assert [(next(stream)[2]["run"], next(stream)[2]["run"])] == [(0, 1)]
+        add_steps(paths[1], 3, 4)
+        last, _, _ = next(stream)
+    for path in paths:
+        add_steps(path, 4, 6)
+    with server.client.stream("GET", "/api/events", params=asked, headers={"last-event-id": last}) as reply:
+        stream = (event for event in events(reply) if event[1] == "metrics")
+        found = [next(stream)[2] for _ in paths]
+    assert [each["data"]["columns"]["step"] for each in found] == [[4, 5], [4, 5]]
+    assert [each["data"]["columns"]["hours"][-1] for each in found] == pytest.approx([6 * 3.6 / 3600] * 2)
 
 
-@pytest.mark.parametrize("start", ["-1", "x", "9" * 30, "٣"])
-def test_a_stream_from_no_byte_is_refused(client: httpx.Client, start: str) -> None:
-    assert client.get("/api/runs/a/events", params={"from": start}).status_code == 400
+@pytest.mark.parametrize(
+    "asked", [{}, {"run": "a", "from": "-1"}, {"run": "a", "from": "x"}, {"run": "a", "from": "9" * 30},
+              {"run": "a", "from": "٣"}, {"run": "a", "from": "0,0"}, {"run": ["a"] * 65}],
+)  # fmt: skip
+def test_a_stream_from_nowhere_is_refused(client: httpx.Client, asked: dict[str, object]) -> None:
+    assert client.get("/api/events", params=asked).status_code == 400
+
+
+@given(st.integers(0, 10**15 - 1), st.floats(0, 1e6), st.integers(-1, 10**18 - 1))
+def test_a_position_reads_back(offset: int, hours: float, step: int) -> None:
+    clock = Clock(hours, step)
+    assert read_position(position(offset, clock)) == (offset, clock if offset else Clock())
+
+
+def test_places_for_streams_are_taken_before_the_answer_and_given_back(tmp_path: Path) -> None:
+    write_run(tmp_path, 1)
+    web = Web(tmp_path)
+
+    async def ask() -> tuple[int, int, int]:
+        scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"run=a", "path": "/api/events"}
+        answers = [await web.events(Request(scope)) for _ in range(MAX_STREAMS + 1)]
+
+        async def gone() -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+        async def send(_: object) -> None:
+            raise OSError  # the reader left before the first byte
+
+        held = web.streams.open
+        with contextlib.suppress(OSError, BaseExceptionGroup):
+            await answers[0](scope, gone, send)
+        return held, web.streams.open, answers[-1].status_code
+
+    assert asyncio.run(ask()) == (MAX_STREAMS, MAX_STREAMS - 1, 429)
 
 
 def test_a_file_that_begins_anew_says_so(tmp_path: Path) -> None:
@@ -251,8 +298,7 @@ def test_a_file_that_begins_anew_says_so(tmp_path: Path) -> None:
     tail = Tail(path, (path / "metrics.jsonl").stat().st_size)
     tail.more()
     write_run(tmp_path, 2)
-    kinds = [event.split(b"\n")[1] for event in (*tail.more(), *tail.more())]
-    assert kinds == [b"event: reset", b"event: metrics"]
+    assert [kind for kind, _ in (*tail.more(), *tail.more())] == ["reset", "metrics"]
 
 
 def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
@@ -261,7 +307,53 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
     tail = Tail(path, 0)
     with (path / "metrics.jsonl").open("ab", buffering=0) as file:
         file.write(line[:9])
-        assert not any(b"event: metrics" in event for event in tail.more())
+        assert not any(kind == "metrics" for kind, _ in tail.more())
         file.write(line[9:])
-    (event,) = tail.more()
-    assert b"event: metrics" in event and event.startswith(b"id: %d\n" % len(line))
+    ((kind, _),) = tail.more()
+    assert kind == "metrics" and tail.offset == len(line)
+
+
+def test_a_run_read_again_reads_only_what_is_new_and_tells_the_same(tmp_path: Path) -> None:
+    path = write_run(tmp_path, 7)
+    folder = RunsFolder(tmp_path)
+    for first in (7, 9):
+        folder.run("a")
+        add_steps(path, first, first + 2)
+        again, fresh = folder.run("a"), RunsFolder(tmp_path).run("a")
+        assert again == fresh and again.metrics.columns["step"] == list(range(first + 2))
+    write_run(tmp_path, 30, loss=3.0)  # another run under the same name, and longer
+    assert folder.run("a") == RunsFolder(tmp_path).run("a")
+
+
+def test_a_listing_reads_no_run_again_that_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [write_run(tmp_path, 3, name=name) for name in "ab"]
+    folder = RunsFolder(tmp_path)
+    folder.listing()
+    looked: list[Path] = []
+    look = runs._look
+    monkeypatch.setattr(runs, "_look", lambda path: looked.append(path) or look(path))
+    add_steps(paths[1], 3, 4)
+    assert {run.name: run.steps for run in folder.listing().runs} == {"a": 3, "b": 4}
+    assert looked == [paths[1]]
+
+
+@pytest.mark.parametrize("event", ["not finite", "failed"])
+def test_a_run_that_failed_says_why(tmp_path: Path, event: str) -> None:
+    path = write_run(tmp_path, 3)
+    with (path / "metrics.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode({"step": 3, "event": event, "reason": "the loss is nan"}) + b"\n")
+    (listed,) = RunsFolder(tmp_path).listing().runs
+    assert (listed.state, listed.reason) == ("failed", f"{event}: the loss is nan")
+    add_steps(path, 3, 4)  # it was taken up again
+    assert RunsFolder(tmp_path).run("a").state == "running"
+
+
+def test_a_run_whose_process_is_gone_has_failed_and_one_that_is_locked_runs_however_silent(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    path = write_run(tmp_path, 3)
+    os.utime(path / "metrics.jsonl", (0, 0))
+    with (path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert RunsFolder(tmp_path).run("a").state == "running"
+    found = RunsFolder(tmp_path).run("a")
+    assert found.state == "failed" and found.reason is not None

@@ -50,7 +50,7 @@ def wait_until_gone(workers: list[int]) -> None:
 
 def test_ctrl_c_ends_it_at_once_even_with_a_stream_open_and_leaves_no_process(tmp_path: Path) -> None:
     write_run(tmp_path, 3)
-    with running(tmp_path) as server, server.client.stream("GET", "/api/runs/a/events") as reply:
+    with running(tmp_path) as server, server.client.stream("GET", "/api/events?run=a") as reply:
         next(reply.iter_lines())
         workers = children(server.process.pid)
         began = time.monotonic()
@@ -125,7 +125,9 @@ def test_the_same_question_is_answered_once_and_kept(server: Running) -> None:
     question = {"gpu": "RTX 4070", "set": {"n_layer": 5, "n_embd": 120, "n_head": 5}}
     replies: list[bytes] = []
     asking = [
-        threading.Thread(target=lambda: replies.append(httpx.post(f"{server.url}/api/plan", json=question).content))
+        threading.Thread(
+            target=lambda: replies.append(httpx.post(f"{server.url}/api/plan", json=question, timeout=60).content)
+        )
         for _ in range(6)
     ]
     for thread in asking:
@@ -160,29 +162,29 @@ def test_a_question_that_takes_too_long_is_ended_and_the_next_is_answered(tmp_pa
         await pool.start()
         try:
             with pytest.raises(TooLongError):
-                await pool.ask("fit", b'{"gpu": "RTX 4070", "preset": "gpt2-xl"}', 0.05, True)
-            assert (await pool.ask("runs", b"", 60, False)).status == 200
+                await pool.ask("fit", b'{"gpu": "RTX 4070", "preset": "gpt2-xl"}', 0.05)
+            assert (await pool.ask("runs", b"", 60)).status == 200
         finally:
             await pool.close()
 
     asyncio.run(scene())
 
 
-def test_heavy_questions_leave_a_worker_for_quick_ones(tmp_path: Path) -> None:
+def test_searches_leave_plans_their_workers(server: Running) -> None:
+    question = {"gpu": "RTX 4070", "preset": "gpt2-xl"}
+
     async def scene() -> None:
-        pool = WorkerPool(2, str(tmp_path))
-        await pool.start()
-        try:
-            body = b'{"gpu": "RTX 4070", "preset": "gpt2-xl", "set": {"batch_size": %d}}'
-            heavy = [asyncio.create_task(pool.ask("fit", body % size, 120, True)) for size in (1, 2, 3)]
-            await asyncio.sleep(0.1)
-            assert (await pool.ask("runs", b"", 60, False)).status == 200
-            assert not any(task.done() for task in heavy[1:])
-            for task in heavy:
-                task.cancel()
-            await asyncio.gather(*heavy, return_exceptions=True)
-        finally:
-            await pool.close()
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            body = {**question, "set": {"n_layer": 96}}
+            searches = [
+                asyncio.create_task(client.post("/api/fit", json={**body, "reserve_mib": at})) for at in range(3)
+            ]
+            await asyncio.sleep(0.3)
+            assert (await client.post("/api/plan", json={"gpu": "T4"})).status_code == 200
+            assert not any(search.done() for search in searches)
+            for search in searches:
+                search.cancel()
+            await asyncio.gather(*searches, return_exceptions=True)
 
     asyncio.run(scene())
 
@@ -196,7 +198,7 @@ def test_a_question_after_one_that_was_given_up_gets_its_own_answer(tmp_path: Pa
         pool = WorkerPool(2, str(tmp_path))
         await pool.start()
         try:
-            await pool.ask("runs", b"", 60, False)
+            await pool.ask("runs", b"", 60)
             for at, pause_s in enumerate((0.0, 0.0005, 0.002, 0.01, 0.03) * 3):
                 given_up = asyncio.create_task(ask_plan(pool, question(100 + at), 60))
                 await asyncio.sleep(pause_s)
@@ -217,14 +219,14 @@ def test_cancelled_again_and_again_a_worker_is_free_only_once_its_answer_is_read
         pool = WorkerPool(1, str(tmp_path))
         await pool.start()
         try:
-            assert (await pool.ask("runs", b"", 60, False)).status == 200
-            given_up = asyncio.create_task(pool.ask("fit", json.dumps(LONG).encode(), 60, False))
+            assert (await pool.ask("runs", b"", 60)).status == 200
+            given_up = asyncio.create_task(pool.ask("fit", json.dumps(LONG).encode(), 60))
             await asyncio.sleep(0.1)
             while not given_up.done():
                 given_up.cancel()
                 await asyncio.sleep(0)
             assert given_up.cancelled()
-            assert json.loads((await pool.ask("runs", b"", 60, False)).plain())["runs"] == []
+            assert json.loads((await pool.ask("runs", b"", 60)).plain())["runs"] == []
         finally:
             await pool.close()
 
@@ -276,10 +278,10 @@ def test_too_long_a_line_is_turned_away(tmp_path: Path, monkeypatch: pytest.Monk
         pool = WorkerPool(2, str(tmp_path))
         await pool.start()
         try:
-            waiting = asyncio.create_task(pool.ask("runs", b"", 60, False))
+            waiting = asyncio.create_task(pool.ask("runs", b"", 60))
             await asyncio.sleep(0)
             with pytest.raises(TooBusyError):
-                await pool.ask("runs", b"", 60, False)
+                await pool.ask("runs", b"", 60)
             assert (await waiting).status == 200
         finally:
             await pool.close()
@@ -295,11 +297,11 @@ def test_work_that_nobody_waits_for_is_ended_and_the_next_question_is_answered(t
         pool = WorkerPool(1, str(tmp_path))
         await pool.start()
         try:
-            assert (await pool.ask("runs", b"", 60, False)).status == 200
-            long = asyncio.create_task(pool.ask("fit", json.dumps(LONG).encode(), 120, True))
+            assert (await pool.ask("runs", b"", 60)).status == 200
+            long = asyncio.create_task(pool.ask("fit", json.dumps(LONG).encode(), 120))
             await asyncio.sleep(0.5)
-            waiting = asyncio.create_task(pool.ask("runs", b"", 60, False))
-            overtaken = asyncio.create_task(pool.ask("fit", b"{}", 60, False))
+            waiting = asyncio.create_task(pool.ask("runs", b"", 60))
+            overtaken = asyncio.create_task(pool.ask("fit", b"{}", 60))
             await asyncio.sleep(0.1)
             assert not any(task.done() for task in (long, waiting, overtaken))
             overtaken.cancel()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable
 from datetime import date
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,11 +15,14 @@ from oomph import config as configs
 from oomph import devices
 from oomph.checking.launch import Ended, Job, JobDone, JobFailed, JobRefused, PowerWatch, StepDone, run_job
 from oomph.config import LoadedConfig
-from oomph.config.schema import TRANSFORMERS
+from oomph.config.programs import TRANSFORMERS, release
+from oomph.config.schema import DEEPSPEEDS
+from oomph.config.settle import installed
 from oomph.data.manifest import find_dataset
 from oomph.devices import Device
 from oomph.devices.cpu_rates import BUSY
 from oomph.devices.ratios import HIGHEST, LOWEST, Ratios
+from oomph.display import Displayed
 from oomph.errors import InputError, Problem
 from oomph.planning.notes import unrunnable
 from oomph.planning.plan import Config, Plan, plan, with_imports
@@ -50,7 +51,7 @@ class CheckFigures(msgspec.Struct, frozen=True):
         return {name: {key: v for key, v in group.items() if v is not None} for name, group in groups.items()}
 
 
-class Check(msgspec.Struct, frozen=True):
+class Check(Displayed, msgspec.Struct, frozen=True):
     """What `oomph.check` returns. `to_dict` is the documented JSON."""
 
     plan: Plan  # without saved ratios
@@ -64,7 +65,7 @@ class Check(msgspec.Struct, frozen=True):
     failure: str | None = None  # why its steps did not finish
     out_of_memory: bool = False
     notes: tuple[str, ...] = ()
-    ratios: Ratios | None = None  # what --save keeps; None if nothing is worth keeping
+    ratios: Ratios | None = None  # what --save stores; None if nothing is worth storing
 
     @property
     def error(self) -> CheckFigures:
@@ -74,6 +75,11 @@ class Check(msgspec.Struct, frozen=True):
             for name in CheckFigures.__struct_fields__
         }
         return CheckFigures(**{name: said / was - 1 if said and was else None for name, (said, was) in pairs.items()})
+
+    def __repr__(self) -> str:
+        off = {name: f"{100 * value:+.1f} %" for name, value in msgspec.structs.asdict(self.error).items() if value}
+        shown = self.failure or ", ".join(f"{name} {error}" for name, error in off.items())
+        return f"<Check of {self.plan.program} on {self.plan.device.name}: {shown}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The documented JSON object."""
@@ -97,7 +103,7 @@ class Check(msgspec.Struct, frozen=True):
         }
 
 
-CHECKED = ("nanogpt", "oomph", *TRANSFORMERS)  # the programs that can be run
+CHECKED = ("nanogpt", "oomph", "hf", "trl", "torch")  # the programs that can be run
 STEPS = 5  # timed, after the first
 CPU_MICRO_STEPS = 2  # the first and a later one: on a CPU all of them could take minutes
 RECORDED_STEPS = 1  # after the first, which allocates the optimizer's state
@@ -112,17 +118,18 @@ def check(
     force: bool = False,
     model: str | None = None,
     tell: Tell | None = None,
+    **keys: Any,
 ) -> Check:
     """Run a first and then `steps` optimizer steps of `config` on this machine; compare them with the plan.
 
-    `config` is what `oomph.plan` takes; its `device` is where it runs. `model` is a Hugging Face config.json of any
-    causal model, traced and run in place of the config's own. Raises `DoesNotFitError` if the plan says that
-    it does not fit, unless `force`, and `InputError` if the input is wrong. A run that fails or runs out of memory is
-    a result. `tell` gets short progress messages. Needs torch, and transformers for its models.
+    `config` and `keys` are what `oomph.plan` takes; `device` among them is where it runs. `model` is a Hugging Face
+    config.json of any causal model, traced and run in place of the config's own. Raises `DoesNotFitError` if the plan
+    says that it does not fit, unless `force`, and `InputError` if the input is wrong. A run that fails or runs out of
+    memory is a result. `tell` gets short progress messages. Needs torch, and transformers for its models.
     """
-    loaded, device = _settle(configs.as_loaded(config), steps, model)
-    planned = plan(loaded, device, model=model)
-    problems = [] if model else unrunnable(planned.loaded, device.kind == "cpu")
+    loaded, device = _settle(configs.as_loaded(config, keys, model), steps)
+    planned = plan(loaded, device)
+    problems = [] if loaded.model else unrunnable(planned.loaded, device.kind == "cpu")
     if problems:
         raise InputError(problems)
     if planned.memory.fits is False and not force:
@@ -131,11 +138,11 @@ def check(
     return _Checking(planned, steps, tell or (lambda _: None)).run()
 
 
-def _settle(loaded: LoadedConfig, steps: int, model: str | None) -> tuple[LoadedConfig, Device]:
+def _settle(loaded: LoadedConfig, steps: int) -> tuple[LoadedConfig, Device]:
     """The config as it runs here, and the device it runs on."""
     if find_spec("torch") is None:
         raise InputError(Problem("oomph check", "needs torch; try: pip install 'oomph[train]'"))
-    problems = _invalid(loaded, steps, model)
+    problems = _invalid(loaded, steps)
     if problems:
         raise InputError(problems)
     device = devices.detect(loaded.config.device)
@@ -144,21 +151,12 @@ def _settle(loaded: LoadedConfig, steps: int, model: str | None) -> tuple[Loaded
         raise InputError(
             Problem(_where(loaded, "device"), "this device is not available", found=found, allowed="--device=cpu")
         )
-    for package in ("torch", "transformers"):
-        key, version = f"{package}_version", _installed(package)
+    for package in ("torch", "transformers", "trl"):
+        key, version = f"{package}_version", installed(package)
         if version is not None and not loaded.said(key):
             config = replace(loaded.config, **{key: version})
             loaded = replace(loaded, config=config, sources=loaded.sources | {key: "default: what runs here"})
     return loaded, device
-
-
-def _installed(package: str) -> str | None:
-    """Which release of a package is installed; None where it does not say."""
-    try:
-        number = re.match(r"\d+\.\d+(\.\d+)?", metadata.version(package))
-    except metadata.PackageNotFoundError:
-        return None
-    return number.group() if number else None
 
 
 def _asked_for_a_gpu(loaded: LoadedConfig) -> bool:
@@ -169,22 +167,39 @@ def _where(loaded: LoadedConfig, key: str) -> str:
     return loaded.sources[key] if loaded.said(key) else key
 
 
-def _invalid(loaded: LoadedConfig, steps: int, model: str | None) -> list[Problem]:
-    config, problems = loaded.config, []
+# Programs that can be planned but not checked.
+_PROGRAMS = {
+    "torchtune": "torchtune's own models; its description is held against traces of theirs",
+    "litgpt": "litgpt's own model; its description is held against traces of it",
+    "unsloth": "Unsloth's kernels, which need a GPU; with trainer = 'hf' it runs the model without them",
+}
+_NOT_RUN = (
+    *(("deepspeed", stage, "a check does not run DeepSpeed") for stage in DEEPSPEEDS[1:]),
+    ("model_type", "qwen", "Qwen's first models are not in transformers, and a check runs no code from the hub"),
+)
+
+
+def _invalid(loaded: LoadedConfig, steps: int) -> list[Problem]:
+    config, model, problems = loaded.config, loaded.model, []
     if steps < 1:
         problems.append(Problem("--steps", "too few", found=str(steps), allowed="at least 1"))
     if config.trainer not in CHECKED:
-        what = f"{config.trainer}'s model is in no package, so a check cannot run it"
-        problems.append(Problem(_where(loaded, "trainer"), what, found=config.trainer, allowed=", ".join(CHECKED)))
+        what = f"a check does not run {_PROGRAMS.get(config.trainer, config.trainer)}"
+        problems.append(Problem(_where(loaded, "trainer"), what, config.trainer, ", ".join(CHECKED)))
     if (model or config.trainer in TRANSFORMERS) and find_spec("transformers") is None:
-        what = "its model needs the package transformers"
-        problems.append(Problem(model or _where(loaded, "trainer"), what, allowed="after: pip install 'oomph[hf]'"))
+        what = "its model needs transformers; try: pip install 'oomph[hf]'"
+        problems.append(Problem(model or _where(loaded, "trainer"), what))
+    if config.trainer == "trl":
+        problems += _invalid_for_trl(loaded)
     if config.method != "full" and find_spec("peft") is None:
-        problems.append(Problem(_where(loaded, "method"), "needs the package peft", allowed="after: pip install peft"))
+        problems.append(Problem(_where(loaded, "method"), "needs peft; try: pip install peft"))
     if config.method == "qlora" or config.quantization not in (None, "off"):
         what, allowed = "a check runs no quantized base", "method = 'lora' or 'dora', quantization = 'off'"
         told = _where(loaded, "quantization" if loaded.said("quantization") else "method")
         problems.append(Problem(told, what, f"method = {config.method!r}", allowed))
+    for key, value, what in _NOT_RUN:
+        if getattr(config, key) == value:
+            problems.append(Problem(_where(loaded, key), what, f"{key} = {value!r}", "another, or oomph plan"))
     if model and not model.endswith(".json"):
         what = "a check runs transformers' models, not one of your own"
         problems.append(Problem(f"--model {model}", what, allowed="a Hugging Face config.json"))
@@ -200,6 +215,27 @@ def _invalid(loaded: LoadedConfig, steps: int, model: str | None) -> list[Proble
         problems.append(
             Problem(_where(loaded, "world_size"), what, found=str(config.world_size), allowed="--world_size=1")
         )
+    return problems
+
+
+def _invalid_for_trl(loaded: LoadedConfig) -> list[Problem]:
+    """What cannot be run by the SFTTrainer that is installed."""
+    config, there, where = loaded.config, installed("trl"), _where(loaded, "trl_version")
+    if there is None:
+        return [Problem(_where(loaded, "trainer"), "needs trl; try: pip install trl")]
+    problems = []
+    if loaded.said("trl_version") and release(config.trl_version) != release(there):
+        problems.append(Problem(where, "a check runs the TRL that is installed", config.trl_version, there))
+    if loaded.model:
+        problems.append(Problem(f"--model {loaded.model}", "SFTTrainer's loss is not traced", allowed="trainer = 'hf'"))
+    own = (config.fused_loss or "trl", "trl")
+    for key, value, runs in (
+        ("packing", config.packing, "off"),
+        ("fused_loss", *own),
+    ):
+        if value != runs:
+            what = "a check runs SFTTrainer with its own loss, on rows of one length"
+            problems.append(Problem(_where(loaded, key), what, f"{key} = {value!r}", f"{key} = {runs!r}"))
     return problems
 
 
@@ -246,10 +282,15 @@ class _Checking:
         return Job(self.config, device, steps, self.micro_steps, allocations, self.data, self.plan.traced)
 
     def _seconds(self, done: StepDone) -> float:
-        """Seconds of a whole step: micro-steps that were not run count as the later ones that were."""
+        """Seconds of a whole step: micro-steps that were not run count like the later ones that were."""
         ran, whole = self.micro_steps, self.config.gradient_accumulation_steps
         later_s = done.rest_s / (ran - 1) * (whole - 1) if ran > 1 else 0.0
         return done.first_s + later_s + done.end_s
+
+    def _in_processor_time(self, done: StepDone) -> float:
+        """The same without the time in which this thread did not have the CPU."""
+        clock_s = done.first_s + done.rest_s + done.end_s
+        return self._seconds(done) * (min(1.0, done.processor_s / clock_s) if clock_s else 1.0)
 
     def _first_step_s(self) -> float | None:
         """The predicted first step with its compiling, in seconds; None without compiling."""
@@ -263,7 +304,8 @@ class _Checking:
         return sum(done.waited_s for done in timed) / whole_s if whole_s else 0.0
 
     def _result(self, ended: JobDone | JobFailed, allocated_mib: float | None, watts: float | None) -> Check:
-        seconds = [self._seconds(done) for done in self.stepped]
+        shared = self.on_cpu and self._waited() > BUSY
+        seconds = [self._in_processor_time(done) if shared else self._seconds(done) for done in self.stepped]
         memory = self.plan.memory
         predicted = CheckFigures(
             allocated_mib=memory.allocated_mib,
@@ -307,7 +349,7 @@ class _Checking:
         if self._waited() > BUSY:
             notes.append(
                 f"Other programs used the CPU for {100 * self._waited():.0f} % of the time: "
-                "the measured times are unreliable and are not saved"
+                "steps are measured in processor time, and are not saved"
             )
         if self.on_cpu:
             notes.append("Power is measured on NVIDIA cards only")
@@ -320,7 +362,7 @@ class _Checking:
         ratio = measured.step_ms / predicted.step_ms if measured.step_ms and predicted.step_ms else None
         tensors = predicted.allocated_mib if self.on_cpu else predicted.reserved_mib
         beside_mib = measured.process_mib - tensors if measured.process_mib and tensors else None
-        if beside_mib is not None:  # what is imported differs between programs
+        if beside_mib is not None:  # imports differ between programs
             device = self.plan.device
             beside_mib -= with_imports(device, self.config).context_mib - device.context_mib
         if ratio is not None and not LOWEST <= ratio <= HIGHEST:
@@ -339,7 +381,7 @@ class _Checking:
 
 
 def shape(about: Plan) -> str:
-    """The model in a few words; with its type, where the program has several."""
+    """The model in a few words; with its type, if the program has several."""
     config = about.config
     if about.traced:
         return f"{about.model.params:,} parameters"

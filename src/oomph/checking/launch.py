@@ -1,6 +1,6 @@
 """Child processes that run a job, the messages between them and us, and the card's power meanwhile.
 
-A message is one JSON object a line. Nothing here needs torch.
+A message is one JSON object per line. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from oomph.config import TrainConfig
-from oomph.devices.cpu_rates import child_environment
+from oomph.devices.cpu_rates import child_environment, is_shared, let_threads_sleep
 from oomph.devices.nvml import Sampler, sampler
 from oomph.errors import Problem
 
@@ -44,7 +44,8 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     rest_s: float  # the other micro-steps that ran
     end_s: float  # clipping and optimizer
     loss: float
-    waited_s: float = 0.0  # of all that, while another program used the CPU
+    waited_s: float = 0.0  # of these times, while another program used the CPU
+    processor_s: float = 0.0  # that this thread had the CPU
 
 
 class JobDone(msgspec.Struct, frozen=True, tag="done"):
@@ -52,7 +53,7 @@ class JobDone(msgspec.Struct, frozen=True, tag="done"):
 
     allocated_mib: float | None
     reserved_mib: float | None  # CUDA
-    process_mib: float | None  # on a CPU the peak resident set; on a GPU what NVML reports
+    process_mib: float | None  # on a CPU the peak resident set; on a GPU as NVML reports it
     imports_mib: float | None = None  # of that, before the model
 
 
@@ -64,7 +65,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class JobRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Something is wrong with the config that only a child finds out."""
+    """Something is wrong with the config that only a child can detect."""
 
     problems: tuple[Problem, ...]
 
@@ -74,16 +75,17 @@ Message = StepDone | Ended
 
 
 SAMPLE_S = 0.25  # between power readings: NVML updates them about every 0.1 s
-LAST_OUTPUT_BYTES = 400  # of a child that died, for the report
+LAST_OUTPUT_BYTES = 400  # of a dead child's output, for the report
 
 
 def run_job(job: Job, on_step: Callable[[StepDone], None], on_start: Callable[[int], None]) -> Ended:
     """Run the job in its own process, which never outlives the call."""
     command = [sys.executable, "-m", "oomph.checking.child"]
+    environment = child_environment()
+    if job.device == "cpu" and is_shared():
+        let_threads_sleep(environment)
     with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=child_environment()
-        )
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment)
         try:
             on_start(child.pid)
             return _listen(child, job, on_step) or _died(child.wait(), errors)
@@ -128,7 +130,7 @@ def _died(status: int, errors: IO[bytes]) -> JobFailed:
 
 
 class PowerWatch:
-    """Inside its `with`, records the power of the card that a process runs on."""
+    """A context that records the power of the card that a process runs on."""
 
     def __init__(self, look: Sampler | None = None, sample_s: float = SAMPLE_S) -> None:
         self._look, self._sample_s = look or sampler(), sample_s

@@ -1,37 +1,34 @@
-"""The programs that a check runs: nanoGPT's training step as published, oomph's own, and those of transformers."""
+"""The programs that a check runs: nanoGPT's training step as published, oomph's own, and transformers' loops."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from oomph.checking.launch import Job, StepDone
+from oomph.checking.launch import StepDone
 from oomph.config import TrainConfig
-from oomph.config.schema import TRANSFORMERS
-from oomph.devices.cpu_rates import waited_s, waits_s
-from oomph.step.models.gpt2 import attends_by_hand
-from oomph.step.models.lora import ALL_LINEAR
+from oomph.devices.cpu_rates import processor_s, waited_s, waits_s
 from oomph.step.tensor.layout import HALVES
-from oomph.step.trace.hugging_face import CausalWithLoss, causal_model_builder
-from oomph.training.distributed import Ranks
+from oomph.step.trace.hugging_face import CausalWithLoss
 from oomph.training.feed import Batch, Feed
-from oomph.training.model import GPT
+from oomph.training.model import DTYPES, GPT
 from oomph.training.optimizer import make_optimizer, torch_optimizer
-from oomph.training.trainer import DTYPES, SmallerBatch, Trainer
+from oomph.training.ranks.group import Ranks
+from oomph.training.ranks.sharing import Whole
+from oomph.training.trainer import SmallerBatch, Trainer
 
 
 class PlainAttention(nn.Module):
-    """nanoGPT's attention without scaled_dot_product_attention: every score in memory, and a mask of its own."""
+    """nanoGPT's attention without scaled_dot_product_attention: every score in memory, and its own mask."""
 
     triangle: Tensor
 
@@ -40,7 +37,7 @@ class PlainAttention(nn.Module):
         self.c_attn, self.c_proj, self.heads, self.dropout = c_attn, c_proj, heads, dropout
         self.register_buffer("triangle", torch.ones(tokens, tokens).tril().view(1, 1, tokens, tokens))
 
-    def forward(self, x: Tensor, _past: None = None) -> Tensor:
+    def forward(self, x: Tensor, _rotary: None = None, _past: None = None) -> Tensor:
         rows, tokens, width = x.shape
         query, key, value = self.c_attn(x).split(width, dim=2)
         key = key.view(rows, tokens, self.heads, -1).transpose(1, 2)  # (rows, heads, tokens, head size), all three
@@ -68,82 +65,17 @@ class OutOfMemoryInStepError(Exception):
     """Memory ran out in a step that `oomph train` would repeat with a smaller micro-batch."""
 
 
-def make_program(job: Job) -> OomphSteps | LoopSteps:
-    """The program of the config's trainer, with its model, optimizer and data."""
-    torch.manual_seed(job.config.seed)
-    device = torch.device(job.device)
-    config = replace(job.config, gradient_accumulation_steps=job.micro_steps)
-    if job.model or config.trainer in TRANSFORMERS:
-        return _transformers_program(job, config, device)
-    feed, model = _feed(job, config, device), GPT(config)
-    if attends_by_hand(config):
-        use_plain_attention(model)
-    model.to(device=device, dtype=torch.float32 if config.autocast else DTYPES[config.dtype or "float32"])
-    if config.trainer == "oomph":
-        return OomphSteps(config, model, feed)
-    return NanogptSteps(config, GPTWithLoss(model, bool(config.return_logits)), feed)
+class Stepwise:
+    """A program that does one step at a time."""
 
+    def do_step(self) -> StepDone:
+        """One optimizer step."""
+        raise NotImplementedError
 
-def _transformers_program(job: Job, config: TrainConfig, device: torch.device) -> LoopSteps:
-    """A program around a transformers model: the config's, or that of a config.json."""
-    model: Any = causal_model_builder(Path(job.model) if job.model else config, bool(config.checkpoint_layers))()
-    if job.model:
-        model.to(torch.float32 if config.autocast else DTYPES[config.dtype or "float32"])
-    model.to(device)
-    config = replace(config, vocab_size=model.get_input_embeddings().num_embeddings)
-    if config.method != "full":
-        model = with_adapters(model, config)
-    feed = _feed(job, config, device)
-    if config.trainer == "hf":
-        return HfSteps(config, model, feed, job.config.gradient_accumulation_steps)
-    if config.trainer == "torch":
-        return PlainSteps(config, model, feed)
-    return NanogptSteps(config, CausalWithLoss(model), feed)
-
-
-def with_adapters(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """The model with peft's adapters. Those of a checkpointed model make its inputs need a gradient."""
-    from peft import LoraConfig, get_peft_model
-
-    targets = config.lora_targets or ALL_LINEAR
-    lora = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=round(config.lora_alpha),
-        lora_dropout=config.lora_dropout,
-        target_modules=targets if targets == ALL_LINEAR else [part.strip() for part in targets.split(",")],
-        use_dora=config.method == "dora",
-    )
-    in_float32 = config.adapter_dtype == "float32"
-    found: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=in_float32)
-    return found
-
-
-def _feed(job: Job, config: TrainConfig, device: torch.device) -> Feed:
-    return Feed(Path(job.data), config, Ranks(), device) if job.data else cast(Feed, RandomFeed(config, device))
-
-
-class RandomFeed:
-    """Batches of random tokens, one prefetched, when there is no data. Has what the programs use of a `Feed`."""
-
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        self.device, self.vocab_size, self.block_size = device, config.vocab_size, config.block_size
-        self._ahead: Batch | None = None
-
-    def batch(self, _index: int, rows: int) -> Batch:
-        ahead, self._ahead = self._ahead, None
-        return ahead or (self._draw(rows), self._draw(rows))
-
-    def look_ahead(self, index: int, rows: int) -> None:
-        self._ahead = self.batch(index, rows)
-
-    def forget(self) -> None:
-        self._ahead = None
-
-    def advance(self) -> None:
-        """Random tokens have no position."""
-
-    def _draw(self, rows: int) -> Tensor:
-        return torch.randint(self.vocab_size, (rows, self.block_size)).to(self.device)
+    def run(self, count: int, done: Callable[[StepDone], None]) -> None:
+        """Do `count` optimizer steps, each reported when it is done."""
+        for _ in range(count):
+            done(self.do_step())
 
 
 class StepTimer:
@@ -153,9 +85,11 @@ class StepTimer:
         self.device = device
         self.marks: list[float] = []
         self.waits: dict[str, float] = {}
+        self.processor_s = 0.0
 
     def start(self) -> None:
         self.waits = waits_s()
+        self.processor_s = processor_s()
         self.marks = [time.perf_counter()]
 
     def mark(self) -> None:
@@ -167,16 +101,17 @@ class StepTimer:
             torch.cuda.synchronize(self.device)
         start, first, last = self.marks[0], self.marks[1], self.marks[-1]
         end_s = time.perf_counter() - last
-        return StepDone(step, first - start, last - first, end_s, loss, waited_s(self.waits))
+        had_s = processor_s() - self.processor_s
+        return StepDone(step, first - start, last - first, end_s, loss, waited_s(self.waits), had_s)
 
 
-class LoopSteps:
+class LoopSteps(Stepwise):
     """A loop around a model with torch's own optimizer. Programs differ in their micro-steps."""
 
     def __init__(self, config: TrainConfig, model: nn.Module, feed: Feed) -> None:
         self.config, self.feed, self.timer = config, feed, StepTimer(feed.device)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer: Any = torch_optimizer(model, config)  # a pair, where it is Muon
+        self.optimizer: Any = torch_optimizer(model, config)  # a pair, if it is Muon
         self.scaler = torch.amp.GradScaler(feed.device.type, enabled=half(config) is torch.float16)
         self.model: Any = torch.compile(model) if config.compile else model
         self.fetched = self.done = 0
@@ -207,7 +142,7 @@ class LoopSteps:
 
 
 def half(config: TrainConfig) -> torch.dtype | None:
-    """What autocast computes in; None where it is off."""
+    """The dtype of autocast; None if it is off."""
     return DTYPES[config.dtype] if config.autocast and config.dtype in HALVES else None
 
 
@@ -217,7 +152,7 @@ def autocast(config: TrainConfig, device: torch.device) -> AbstractContextManage
 
 
 def attention(config: TrainConfig) -> AbstractContextManager[Any]:
-    """Keeps scaled_dot_product_attention to the kernel that a config asks for: flash is what it takes where it can."""
+    """Restricts scaled_dot_product_attention to the config's kernel; flash is its default, so it is not restricted."""
     kernels = {"efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], "math": [SDPBackend.MATH]}
     found: list[SDPBackend] | None = kernels.get(config.attention)
     return nullcontext() if found is None else sdpa_kernel(found)
@@ -269,16 +204,26 @@ class TrainerModel(nn.Module):
         return outputs.logits if half(self.config) is None else outputs.logits.float(), outputs.loss
 
 
-class HfSteps(LoopSteps):
-    """The loop of transformers' Trainer: a step's batches are fetched at once, outputs let go before backward.
+def trainers_adafactor(torchs: Any, config: TrainConfig) -> Any:
+    """transformers' own Adafactor, with the Trainer's arguments and the same groups as torch's."""
+    from transformers.optimization import Adafactor
 
-    It is written out, because the Trainer itself needs accelerate and a data set, and takes as much memory: on a CPU
-    more by one batch, which its loader has fetched ahead (5.22, eager and compiled, float32 and bfloat16).
+    groups = [{key: group[key] for key in ("params", "weight_decay")} for group in torchs.param_groups]
+    return Adafactor(groups, lr=config.learning_rate, scale_parameter=False, relative_step=False)  # type: ignore[no-untyped-call]
+
+
+class HfSteps(LoopSteps):
+    """The loop of transformers' Trainer: a step's batches are fetched at once, outputs freed before backward.
+
+    It is reimplemented, because the Trainer itself needs accelerate and a dataset, and takes as much memory: on a CPU
+    one batch more, which its loader has prefetched (5.22, eager and compiled, float32 and bfloat16).
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module, feed: Feed, batches: int) -> None:
-        """`batches` are a step's, though on a CPU not all of them may be run."""
+        """`batches`: the number in a step, though on a CPU not all of them may be run."""
         super().__init__(config, TrainerModel(config, model, feed.device), feed)
+        if config.optimizer == "adafactor":
+            self.optimizer = trainers_adafactor(self.optimizer, config)
         self.batches = batches
         self.takes_items = any(each.kind is each.VAR_KEYWORD for each in signature(model.forward).parameters.values())
 
@@ -290,7 +235,7 @@ class HfSteps(LoopSteps):
         return torch.stack(losses).sum()
 
     def micro_step(self, batch: dict[str, Any], items: Tensor) -> Tensor:
-        """training_step: the model divides its loss by the number of tokens in all batches, or the loop by theirs."""
+        """training_step: the model divides its loss by the tokens in all batches, or the loop by the number of them."""
         loss: Tensor = self.model(**batch, **({"num_items_in_batch": items} if self.takes_items else {}))[1]
         if not self.takes_items:
             loss = loss / self.config.gradient_accumulation_steps
@@ -321,7 +266,7 @@ class PlainSteps(LoopSteps):
 
 
 def hf_batch(config: TrainConfig, tokens: Tensor, _targets: Tensor) -> dict[str, Any]:
-    """A batch as transformers takes it, which shifts the labels itself; where it is padded, by one token a sequence."""
+    """A batch for transformers, which shifts the labels itself; padding is one token per sequence."""
     batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens.clone(), "use_cache": config.use_cache}
     if config.padding:
         batch["attention_mask"] = torch.ones_like(tokens)
@@ -329,11 +274,11 @@ def hf_batch(config: TrainConfig, tokens: Tensor, _targets: Tensor) -> dict[str,
     return batch
 
 
-class OomphSteps(Trainer):
+class OomphSteps(Trainer, Stepwise):
     """`oomph train`'s trainer, with the time taken at the start of each micro-step."""
 
     def __init__(self, config: TrainConfig, model: GPT, feed: Feed) -> None:
-        super().__init__(config, model, make_optimizer(model, config), feed, Ranks(), _raise_out_of_memory)
+        super().__init__(config, Whole(model, Ranks()), make_optimizer(model, config), feed, _raise_out_of_memory)
         self.timer = StepTimer(feed.device)
 
     def loss_of(self, x: Tensor, y: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""The command: one verb a job; parse, call, print."""
+"""The command line: one module per verb; parse, call, print."""

@@ -1,4 +1,4 @@
-"""What a verb takes: options of its own, those it shares with others, and any config key as nanoGPT takes them.
+"""The arguments of a verb: its own options, shared ones, and any config key, as in nanoGPT.
 
 `VerbParser` parses; the `add_…` functions add options that several verbs have; the rest turns them into values.
 """
@@ -19,7 +19,7 @@ from oomph.errors import InputError, Problem, nearest
 
 
 class VerbParser(argparse.ArgumentParser):
-    """argparse, with errors of our own kind and no guessing of abbreviations."""
+    """argparse, with `InputError` for errors and no abbreviations."""
 
     def __init__(self, verb: str, description: str, epilog: str = "", keys: bool = False) -> None:
         """`keys`: the verb takes config keys too, and its help lists them."""
@@ -31,7 +31,7 @@ class VerbParser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._problems: list[Problem] | None = None  # where a value that is wrong is noted, not raised
+        self._problems: list[Problem] | None = None  # collects wrong values instead of raising
 
     def format_help(self) -> str:
         if self._lists_keys:
@@ -45,7 +45,7 @@ class VerbParser(argparse.ArgumentParser):
         return Problem(self.prog, message, allowed=f"what {self.prog} --help lists")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """As argparse does, but with `problems` a wrong value is noted there and the option is left unset."""
+        """As in argparse, but with `problems` a wrong value is added there and the option is left unset."""
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
@@ -55,7 +55,7 @@ class VerbParser(argparse.ArgumentParser):
             return action.default
 
     def options(self) -> set[str]:
-        """The names this verb takes for itself, without dashes."""
+        """The names of this verb's own options, without dashes."""
         return {option.lstrip("-") for action in self._actions for option in action.option_strings}
 
     def parse(
@@ -71,11 +71,27 @@ class VerbParser(argparse.ArgumentParser):
         if problems is not None:
             problems.extend(found)
         self._problems = problems
-        return self.parse_intermixed_args(rest), overrides  # `a.toml --resume b.toml`: files before and after options
+        options = self.parse_intermixed_args(rest)  # `a.toml --resume b.toml`: files before and after options
+        return options, [*overrides, *_counted_cards(options, overrides)]
+
+
+def _counted_cards(options: argparse.Namespace, overrides: Sequence[Override]) -> list[Override]:
+    """The number of cards in `--gpu 8xH100`, times `--nodes`, as config keys; the option keeps the card's name."""
+    named = getattr(options, "gpu", None)
+    if not isinstance(named, str):
+        return []
+    name, count = devices.split_count(named)
+    if count is None or any(key == "world_size" for key, *_ in overrides):
+        return []
+    options.gpu = name
+    said = next((value for key, value, _ in reversed(overrides) if key == "nodes"), None)
+    world, nodes = devices.all_cards(count, int(said) if said and said.isdecimal() else None)
+    found = [("world_size", str(world), f"--gpu {named}")]
+    return found if said is not None or nodes == 1 else [*found, ("nodes", str(nodes), f"--gpu {named}")]
 
 
 def split_keys(argv: Sequence[str], own: set[str]) -> tuple[list[str], list[Override], list[Problem]]:
-    """Arguments that are the verb's own, `--key=value` or `--key value` for config keys, and what is neither."""
+    """The verb's own arguments, `--key=value` or `--key value` for config keys, and problems with the rest."""
     rest: list[str] = []
     overrides: list[Override] = []
     problems: list[Problem] = []
@@ -110,25 +126,29 @@ def _is_value(argv: Sequence[str], position: int) -> bool:
     return position < len(argv) and not argv[position].startswith("--")
 
 
-# --- options that several verbs have -----------------------------------------------------------------
+# --- options shared by several verbs -----------------------------------------------------------------
 
 
 def add_source(parser: VerbParser) -> None:
-    """The config: presets and files, later over earlier."""
+    """Add the config: presets and files, later ones override earlier ones."""
     parser.add_argument(
         "sources",
         nargs="*",
         metavar="CONFIG",
-        help="a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl), a nanoGPT .py file (read, never run), a .toml file, "
-        "a Hugging Face model (its name, config.json or folder) or a nanoGPT checkpoint; several are laid over each "
-        "other",
+        help="a preset (gpt2, gpt2-medium, gpt2-large, gpt2-xl, nanochat-d20), a nanoGPT .py file (read, never run), "
+        "a .toml or .yaml file, a Hugging Face model (its name, config.json or folder), a nanoGPT checkpoint, or - for "
+        "standard input; several are laid "
+        "over each other",
     )
 
 
 def add_device(parser: VerbParser) -> None:
-    """The card: by name, or by numbers."""
+    """Add the card: by name, or by numbers."""
     parser.add_argument(
-        "--gpu", metavar="NAME", help="a card as people or nvidia-smi write it; without it, this machine's"
+        "--gpu",
+        metavar="NAME",
+        help="a card as people or nvidia-smi write it, several in each of --nodes as 8xH100 or 4090x4; without it, "
+        "this machine's",
     )
     parser.add_argument("--gpu_mib", type=positive, metavar="MIB", help="its memory, for a card oomph does not know")
     parser.add_argument("--gpu_tflops", type=positive, metavar="TFLOPS", help="its dense half-precision peak")
@@ -143,8 +163,17 @@ def add_device(parser: VerbParser) -> None:
     )
 
 
+def add_model(parser: VerbParser) -> None:
+    """Add a model to trace."""
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="a model of your own, traced in place of the config's (this runs the file), or a Hugging Face config.json",
+    )
+
+
 def add_output(parser: VerbParser, json: str, *, markdown: bool = True, svg: str = "", everything: bool = True) -> None:
-    """How the answer is shown: one screen by default. `json` and `svg` say what those hold."""
+    """Add how the answer is shown: one screen by default. `json` and `svg` describe those outputs."""
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help=json)
     if markdown:
@@ -165,7 +194,7 @@ def command(verb: str, options: argparse.Namespace, overrides: Sequence[Override
 
 
 def need_torch(verb: str) -> None:
-    """Raises `InputError` where torch is not installed."""
+    """Raises `InputError` if torch is not installed."""
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
@@ -177,7 +206,7 @@ def gather_device(
 ) -> Device | None:
     """The device, or None with its problems added to the others.
 
-    Skipped if a --gpu_* value was rejected. This CPU is not measured, which takes seconds, where anything is wrong.
+    Skipped if a --gpu_* value was rejected. This CPU is not measured, which takes seconds, if anything is wrong.
     """
     if any(problem.what.startswith("argument --gpu_") for problem in problems):
         return None
@@ -256,3 +285,17 @@ def svg_file(text: str) -> str:
     if not text.lower().endswith(".svg"):
         raise argparse.ArgumentTypeError(f"must be a file whose name ends in .svg, found {text!r}")
     return text
+
+
+def torch_device(asked: str | None) -> str:
+    """The torch device that --device names, by default CUDA if available. Raises `InputError` if there is none."""
+    import torch
+
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked is None:
+        return "cuda" if cards else "cpu"
+    there = ["cpu", *(["cuda", *(f"cuda:{card}" for card in range(cards))] if cards else [])]
+    there += ["mps"] if torch.backends.mps.is_available() else []
+    if asked not in there:
+        raise InputError(Problem("--device", f"{asked} is not there", allowed=", ".join(there)))
+    return asked

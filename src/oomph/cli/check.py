@@ -1,4 +1,4 @@
-"""`oomph check`: a minute of the real run, held against the plan."""
+"""`oomph check`: a minute of the real run, compared with the plan."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from oomph.training.errors import DoesNotFitError
 
 
 def run(argv: list[str]) -> int:
-    """Run a few steps, print what they took; 1 where memory ran out, 3 where they failed for another reason."""
+    """Run a few steps, print what they took; returns 1 if memory ran out, 3 if they failed for another reason."""
     problems: list[Problem] = []
     options, overrides = _parser().parse(argv, problems)
-    loaded = gather(problems, lambda: configs.load(options.sources, overrides))
+    loaded = gather(problems, lambda: configs.load(options.sources, overrides, model=options.model))
     if problems or loaded is None:
         raise InputError(problems)
     if options.save:
-        ratios.load()  # a file that cannot be added to is found out before the minute, not after it
+        ratios.load()  # an unwritable file is reported before the run, not after it
     line = StatusLine()
     try:
-        result = check(loaded, steps=options.steps, force=options.force, model=options.model, tell=line.show)
+        result = check(loaded, steps=options.steps, force=options.force, tell=line.show)
     except DoesNotFitError as error:
         print(f"ERROR: {error}; --force tries it all the same", file=sys.stderr)
         return NO

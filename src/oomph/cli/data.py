@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
     if argv and argv[0] in ("info", "check"):
         return _look(argv[0], argv[1:])
     options = _options(argv)
-    # No linear algebra here; without its threads this process may fork, which shares the tokenizer's tables at once.
+    # No linear algebra here; without its threads this process may fork, which shares the tokenizer's tables.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from oomph.data.errors import DataError
     from oomph.data.prepare import prepare
@@ -209,14 +209,14 @@ def _tokens(text: str) -> int:
 
 
 def _utf8(text: str) -> str:
-    """An argument that must stand in files: a shell may hand over bytes that are no text."""
+    """An argument that is written to files: a shell may pass bytes that are not text."""
     if printable(text) != text:
         raise argparse.ArgumentTypeError(f"UTF-8 text; found {printable(text)!r}")
     return text
 
 
 def _escapes(text: str) -> str:
-    r"""A separator with \n, \t and \\ understood, as a shell does not write them easily."""
+    r"""A separator with \n, \t and \\ interpreted, which are hard to type in a shell."""
     if not _utf8(text):
         raise argparse.ArgumentTypeError("a text of at least one character")
     plain = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}

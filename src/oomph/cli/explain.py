@@ -1,8 +1,9 @@
-"""`oomph explain`: what happened in a run, why, and what would be better."""
+"""`oomph explain`: what happened in a run, why, and what would help."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -10,15 +11,16 @@ from typing import IO, TYPE_CHECKING
 
 from oomph.cli.arguments import VerbParser, add_output, positive
 from oomph.cli.output import DONE, INTERRUPTED, NO, draw, emit, show
-from oomph.config import Override
+from oomph.config import Override, is_model
 from oomph.errors import InputError, Problem
 from oomph.runs.reading.reader import STDIN, override
 
 if TYPE_CHECKING:
+    from oomph.runs.explain import Explanation
     from oomph.runs.follow import Follower
 
 SAID_ONCE = ("time.step", "time.left", "time.mfu", "memory.predicted", "memory.headroom")
-LEAST_STEPS = 10  # by then the pace is known
+LEAST_STEPS = 10  # enough to know the pace
 MARKS = {"error": "✗", "warning": "!", "info": "·"}
 
 
@@ -37,12 +39,33 @@ def run(argv: list[str]) -> int:
 
     if options.svg:
         draw(options.svg, pictures(found))
-    show(options, found.to_dict, lambda: document(found))
+    show(options, found.to_dict, lambda: document(found), then=_next(options, overrides, found))
     return DONE
 
 
+def _next(options: argparse.Namespace, overrides: list[Override], found: Explanation) -> tuple[str, str] | None:
+    """The command that shows more: with the run's config, or all that fits."""
+    files = list(options.files)
+    card = ["--gpu", options.gpu] if options.gpu else []
+    card += [f"--{key}={text}" for key, text, _ in overrides]
+    if found.finding("log.unknown") is not None:
+        return None
+    if found.plan is None:
+        if not found.run.ooms:
+            return None
+        missing = [] if options.gpu or found.measured.inference.card.device else ["--gpu", "NAME"]
+        config = ["CONFIG"] if found.measured.inference.config is None else []
+        return shlex.join(["oomph", "explain", *files, *config, *card, *missing]), "adds what it needs, and exact fixes"
+    configs = [file for file in files if file.endswith((".py", ".toml", ".json", ".yaml")) or is_model(file)]
+    if configs and (found.run.ooms or found.plan.memory.fits is False):
+        trainer = found.measured.inference.settings.get("trainer")
+        told = [f"--trainer={trainer.value}"] if trainer is not None and trainer.how == "inferred" else []
+        return shlex.join(["oomph", "fit", *configs, *card, *told]), "every setting that fits, and writes it"
+    return None
+
+
 def _follow(options: argparse.Namespace, overrides: list[Override]) -> int:
-    """Watch a growing log until the run is over or the user leaves; 1 where it ended, or stands, badly."""
+    """Watch a growing log until the run is over or the user stops; returns 1 if the run ended or is going badly."""
     if len(options.files) != 1 or options.files[0] == STDIN or options.json or options.markdown or options.svg:
         allowed = "one log that grows, and no --json, --markdown or --svg"
         raise InputError(Problem("--follow", "watches one file", found=" ".join(options.files), allowed=allowed))
@@ -85,7 +108,7 @@ def follow(
 
 
 def _introduce(out: IO[str], follower: Follower, gpu: str | None, overrides: Sequence[Override]) -> None:
-    """The run's figures once there are enough of them, and everything that is wrong."""
+    """Print the run's figures once there are enough of them, and everything that is wrong."""
     from oomph.runs.explain import explain
 
     override(follower.builder, overrides)  # again: new lines of the log may have replaced them

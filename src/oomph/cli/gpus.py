@@ -33,7 +33,7 @@ usable: by one process on Linux. oomph gpus NAME shows the source of a card's fi
 
 
 def _table(cards: list[Device]) -> str:
-    """One line a card: plain text, so that grep and sort work on it."""
+    """One line per card: plain text, so that grep and sort work on it."""
     longest = max(len(card.name) for card in cards)
     lines = [_line("card", longest, HEADINGS)]
     for card in cards:
@@ -41,7 +41,7 @@ def _table(cards: list[Device]) -> str:
             str(card.memory_mib),
             str(card.usable_mib),
             _figure(card.bandwidth_gbs),
-            _figure(card.tflops_bf16 if card.has_bf16 else None),  # emulated bfloat16 is no peak
+            _figure(card.tflops_bf16 if card.has_bf16 else None),  # emulated bfloat16 has no peak
             _figure(card.tflops_fp16),
             _figure(card.tflops_fp32),
             _span(card.gemm_tflops_low, card.gemm_tflops_high, ".0f"),

@@ -11,16 +11,19 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from oomph.cli import plain
 from oomph.cli.output import DONE, FAILED, INTERRUPTED, WRONG_INPUT, emit
 from oomph.errors import InputError, Problem, nearest
 
 VERBS = {
-    "plan": "what a training run needs: does it fit, what fills the memory, how long, what it costs",
-    "fit": "the best setting that fits the card at the same batch; the largest model; a run from nothing",
-    "check": "a few steps for real on this machine: predicted against measured, memory and time",
-    "train": "nanoGPT's training in less memory: plans first, survives out-of-memory, resumes exactly",
+    "plan": "does it fit, what fills the memory, how long, what it costs",
+    "fit": "the best setting that fits a card; the largest model; which cards do",
+    "check": "a few steps for real on this machine: predicted against measured",
+    "train": "nanoGPT's training in less memory; resumes exactly",
     "sample": "text from a checkpoint of ours or nanoGPT's",
-    "explain": "what happened in a run, and why: from its log, nvidia-smi or an error message",
+    "evaluate": "loss, bits per byte and right answers of a trained model",
+    "run": "any training command as it is; explained if it fails or stalls",
+    "explain": "what happened in a run: from its log, nvidia-smi or an error message",
     "compare": "runs side by side: who wins at what, and why",
     "data": "text to token files that training reads; info and check look at them",
     "serve": "the page in your browser: plan with sliders, fit, explain, watch runs",
@@ -34,11 +37,14 @@ What training a GPT needs, before it runs.
 
 {verbs}
 
-  oomph plan gpt2 --gpu "RTX 4070"                     a preset on a card
-  oomph plan config/train_gpt2.py --gpu 4070 --batch_size=8
-                                                       a nanoGPT config, one key changed
-  oomph fit config/train_gpt2.py --gpu 4070            what fits, and what is fastest
-  oomph VERB --help                                    what a verb takes
+  oomph plan gpt2 --gpu "RTX 4070"           a preset on a card
+  oomph plan config.py --gpu 4070 --batch_size=8
+                                             a nanoGPT config, one key changed
+  oomph plan Qwen/Qwen3-0.6B --gpu 4090 --method=qlora
+                                             a model by name, fine-tuned
+  oomph fit config.py --gpu 4070             what fits, and what is fastest
+  oomph help VERB                            what a verb takes
+  source <(oomph --completion)               completes words in bash and zsh
   oomph --version
 """
 
@@ -49,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.unraisablehook = _send_again
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without × still gets the figures
+            stream.reconfigure(errors=plain.ERRORS)  # a terminal without × gets an x
     try:
         return _run(arguments)
     except InputError as error:
@@ -70,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _send_again(lost: sys.UnraisableHookArgs) -> None:
-    """Python drops a KeyboardInterrupt raised in `__del__`, and buffers are deleted all the time: it is sent again, a
-    moment later."""
+    """Send a KeyboardInterrupt raised in `__del__` again, a moment later: Python drops it, and buffers are deleted all
+    the time."""
     if lost.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(lost)
         return
@@ -82,19 +88,26 @@ def _send_again(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _printable(text: str) -> str:
-    """What the user wrote may hold escape codes: they are shown, not obeyed."""
+    """The text with escape codes shown, not executed: the user's input may contain some."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        emit(USAGE.format(verbs="\n".join(f"  {verb:8}{what}" for verb, what in VERBS.items())))
+        emit(USAGE.format(verbs="\n".join(f"  {verb:10}{what}" for verb, what in VERBS.items())))
         return DONE if arguments else WRONG_INPUT
     verb = arguments[0]
     if verb in ("-V", "--version"):
         from oomph import __version__
 
         emit(f"oomph {__version__}\n")
+        return DONE
+    if verb == "--completion":
+        from oomph.cli.completion import script
+
+        emit(script(VERBS))
         return DONE
     if verb not in VERBS:
         raise InputError(

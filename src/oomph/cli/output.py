@@ -1,4 +1,4 @@
-"""Printing an answer, in the form asked for and into a pipe that may be closed; collecting input errors; exit codes."""
+"""Printing an answer, in the requested form and into a pipe that may be closed; collecting input errors; exit codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, TypeVar
 
 from oomph.errors import InputError, Problem
@@ -20,12 +19,12 @@ DONE, NO, WRONG_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130  # exit codes
 
 
 def emit(text: str) -> None:
-    """Print to standard output. A closed pipe (`oomph gpus | head`) is no error."""
+    """Print to standard output. A closed pipe (`oomph gpus | head`) is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more at its end: let that go nowhere.
+        # Python flushes once more at exit: send that to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -42,8 +41,8 @@ def show(
     document: Callable[[], Document],
     then: tuple[str, str] | None = None,
 ) -> None:
-    """Print an answer as it was asked for: JSON, Markdown, everything, or one screen. `then`: the command to type next,
-    and what it does."""
+    """Print an answer as requested: JSON, Markdown, everything, or one screen. `then`: the command to type next, and
+    what it does."""
     if options.json:
         emit_json(as_json())
     elif getattr(options, "markdown", False):
@@ -77,7 +76,7 @@ def gather(problems: list[Problem], work: Callable[[], T]) -> T | None:
 
 
 class StatusLine:
-    """One line of standard error that shows progress, on a terminal alone."""
+    """A progress line on standard error, only on a terminal."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
@@ -85,6 +84,8 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Replace the line."""
         if self._live:
+            from shutil import get_terminal_size  # with compression libraries, needed only on a terminal
+
             width = get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
 

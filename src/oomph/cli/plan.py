@@ -12,6 +12,7 @@ from oomph import config as configs
 from oomph.cli.arguments import (
     VerbParser,
     add_device,
+    add_model,
     add_output,
     add_source,
     command,
@@ -20,9 +21,12 @@ from oomph.cli.arguments import (
 )
 from oomph.cli.output import DONE, NO, draw, gather, show
 from oomph.config import LoadedConfig, Override
+from oomph.config.sharing import untimed_keys
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
-from oomph.planning.plan import OTHER_TRAINER, Plan, check_options, plan, without_returned_logits
+from oomph.planning.plan import Plan, other_trainer, plan, without_returned_logits
+from oomph.planning.refusals import check_options
+from oomph.planning.scaling import scaling
 from oomph.predict.cost import POWER_SHARE, PRICE_CURRENCY, PRICE_PER_KWH
 
 if TYPE_CHECKING:
@@ -30,25 +34,26 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
-    """Plan, print, and say with the exit code whether the chosen trainer fits."""
+    """Plan and print; the exit code says whether the chosen trainer fits."""
     problems: list[Problem] = []
     options, overrides = _parser().parse(argv, problems)
-    loaded = gather(problems, lambda: configs.load(options.sources, overrides))
+    loaded = gather(problems, lambda: configs.load(options.sources, overrides, model=options.model))
     gather(problems, lambda: check_options(price_kwh=options.price_kwh, currency=options.currency))
     device = gather_device(problems, options, loaded, measure=False)
     if problems or loaded is None or device is None:
         raise InputError(problems)
     unmeasured = device.kind == "cpu"  # `plan` measures this CPU, which takes seconds, once nothing can be wrong
     asked = _planner(options, None if unmeasured else device)(loaded)
-    plans, other = [asked], OTHER_TRAINER.get(asked.config.trainer)
+    plans, other = [asked], other_trainer(asked.config)
     if (options.svg or not options.json) and not options.model and other is not None:
         plans.append(_planner(options, asked.device)(configs.with_trainer(loaded, other)))
     if options.snapshot:
         _write_snapshot(options.snapshot, asked)
     if options.svg:
-        from oomph.report.plan import picture
+        from oomph.report.plan import picture, scaling_picture
 
-        draw(options.svg, [picture(plans)])
+        scale = scaling(asked)
+        draw(options.svg, [picture(plans), *([scaling_picture(scale)] if scale else [])])
     show(options, asked.to_dict, lambda: _document(options, plans), _next(options, overrides, asked))
     return NO if asked.memory.fits is False else DONE
 
@@ -57,16 +62,18 @@ def _document(options: argparse.Namespace, plans: list[Plan]) -> Document:
     from oomph.report.plan import document, summarise
 
     full = options.all or options.markdown
-    return document(plans, summarise(plans, without_returned_logits(plans[0]) if full else None, brief=not full))
+    summary = summarise(plans, without_returned_logits(plans[0]) if full else None, brief=not full)
+    return document(plans, summary, scaling(plans[0]) if full else ())
 
 
 def _next(options: argparse.Namespace, overrides: list[Override], asked: Plan) -> tuple[str, str] | None:
-    """The command to type after a plan."""
-    if options.model:
+    """The command to type after a plan; none where a search has no time to go by."""
+    if untimed_keys(asked.config):
         return None
     if asked.memory.fits is False:
         return command("fit", options, overrides), "looks for settings that fit"
-    if options.gpu is None and options.gpu_mib is None:
+    is_run = options.model is None or options.model.endswith(".json")  # a check runs no Python file
+    if options.gpu is None and options.gpu_mib is None and is_run:
         return command("check", options, overrides), "runs a few steps for real"
     return command("fit", options, overrides), "looks for faster settings"
 
@@ -82,7 +89,6 @@ def _planner(options: argparse.Namespace, device: Device | None) -> Callable[[Lo
             price_kwh=options.price_kwh,
             price_hour=options.price_hour,
             currency=options.currency,
-            model=options.model,
         )
 
     return make
@@ -111,11 +117,7 @@ def _parser() -> VerbParser:
     )
     add_source(parser)
     add_device(parser)
-    parser.add_argument(
-        "--model",
-        metavar="FILE.py:FUNCTION",
-        help="a model of your own, traced in place of nanoGPT's (this runs the file), or a Hugging Face config.json",
-    )
+    add_model(parser)
     parser.add_argument("--step_ms", type=positive, metavar="MS", help="a measured step time instead of the predicted")
     parser.add_argument(
         "--watts",
@@ -129,6 +131,6 @@ def _parser() -> VerbParser:
     parser.add_argument("--price_hour", type=positive, metavar="PRICE", help="of a rented card, an hour")
     parser.add_argument("--currency", default=PRICE_CURRENCY, help="of those prices; default %(default)s")
     add_output(parser, "the plan of the chosen trainer as JSON")
-    parser.add_argument("--svg", metavar="FILE", help="write the memory picture there too")
+    parser.add_argument("--svg", metavar="FILE", help="write pictures there: memory, and how several cards scale")
     parser.add_argument("--snapshot", metavar="FILE", help="write the predicted timeline as a PyTorch memory snapshot")
     return parser

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oomph.cli.arguments import VerbParser, need_torch, not_negative, positive, whole
+from oomph.cli.arguments import VerbParser, need_torch, not_negative, positive, torch_device, whole
 from oomph.cli.output import DONE, FAILED, emit, emit_json
 from oomph.errors import InputError, Problem
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from oomph.training.model import GPT
 
 DEFAULT_PROMPT = "\n"  # nanoGPT's
-_COLDEST = 1e-6  # a temperature below it takes the likeliest anyway, and overflows
+_COLDEST = 1e-6  # a lower temperature takes the most likely token anyway, and overflows
 
 
 def run(argv: list[str]) -> int:
@@ -27,9 +27,9 @@ def run(argv: list[str]) -> int:
     from oomph.data.manifest import find_dataset
     from oomph.data.tokenizer import tokenizer_of
     from oomph.training.errors import is_out_of_memory
-    from oomph.training.sample import open_model, tokenizer_of_run
+    from oomph.training.sample import open_model, prompt_tokens, tokenizer_of_run
 
-    opened = open_model(Path(options.run), _device(options.device))
+    opened = open_model(Path(options.run), torch_device(options.device))
     vocab_size = opened.config.vocab_size
     if options.dataset is not None:
         tokenizer = tokenizer_of(find_dataset(options.dataset), options.tokenizer_dir, vocab_size)
@@ -37,15 +37,7 @@ def run(argv: list[str]) -> int:
         dataset = opened.config.dataset
         tokenizer = tokenizer_of_run(opened.run, dataset, vocab_size, options.tokenizer_dir, opened.data_folder)
     prompt = _prompt(options)
-    tokens = [int(token) for token in tokenizer.encode([prompt])[0]]
-    if not tokens:
-        if tokenizer.end_of_text is None:
-            raise InputError(Problem("--prompt", "empty, and the vocabulary has no end-of-text to begin with"))
-        tokens = [tokenizer.end_of_text]
-    if max(tokens) >= vocab_size:
-        what = f"the tokenizer {tokenizer.name} makes tokens beyond the model's vocabulary"
-        found = f"token {max(tokens)}, vocab_size = {vocab_size}"
-        raise InputError(Problem("--prompt", what, found=found, allowed="--dataset NAME: the data it was trained on"))
+    tokens = prompt_tokens(prompt, tokenizer, vocab_size)
     try:
         texts, lengths = _speak(opened.model, tokenizer, prompt, tokens, options)
     except Exception as error:
@@ -63,7 +55,7 @@ def run(argv: list[str]) -> int:
 def _speak(
     model: GPT, tokenizer: Tokenizer, prompt: str, tokens: list[int], options: argparse.Namespace
 ) -> tuple[list[str], list[int]]:
-    """The texts and their lengths in tokens; printed as they come, unless they are wanted as JSON."""
+    """The texts and their lengths in tokens; printed as they come, unless JSON is requested."""
     from oomph.training.sample import Sampling, generate_groups
 
     sampling = Sampling(options.temperature, options.top_k or None, options.top_p, options.seed)
@@ -85,7 +77,7 @@ def _shown(prompt: str, text: str) -> str:
 
 
 def _save(run: Path, seed: int, text: str) -> None:
-    """Saves the text in the folder of the checkpoint's run."""
+    """Save the text in the folder of the checkpoint's run."""
     from oomph.files import write_whole
 
     folder = run / "samples"
@@ -94,19 +86,6 @@ def _save(run: Path, seed: int, text: str) -> None:
     except OSError as error:
         raise InputError(Problem(str(folder), "cannot be made", found=error.strerror)) from None
     write_whole(folder / f"seed_{seed}.txt", text.encode(errors="replace"))
-
-
-def _device(asked: str | None) -> str:
-    import torch
-
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked is None:
-        return "cuda" if cards else "cpu"
-    there = ["cpu", *(["cuda", *(f"cuda:{card}" for card in range(cards))] if cards else [])]
-    there += ["mps"] if torch.backends.mps.is_available() else []
-    if asked not in there:
-        raise InputError(Problem("--device", f"{asked} is not there", allowed=", ".join(there)))
-    return asked
 
 
 def _prompt(options: argparse.Namespace) -> str:

@@ -23,9 +23,7 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise InputError(
-            Problem("oomph serve", f"needs {' and '.join(missing)}", allowed="after: pip install 'oomph[web]'")
-        )
+        raise InputError(Problem("oomph serve", f"needs {' and '.join(missing)}; try: pip install 'oomph[web]'"))
     folder = Path(options.runs)
     if folder.exists() and not folder.is_dir():
         raise InputError(Problem("--runs", "not a folder", options.runs, "the folder that holds your runs"))
@@ -43,11 +41,11 @@ def _say(options: argparse.Namespace, address: Address) -> None:
         if address.token is not None:
             emit("Others can reach it: whoever has this address can read your runs. It is not encrypted.\n")
     if not options.no_browser:
-        Thread(target=_open, args=(address.url,), daemon=True).start()  # some browsers keep their caller waiting
+        Thread(target=_open, args=(address.url,), daemon=True).start()  # some browsers block their caller
 
 
 def _open(url: str) -> None:
-    """Open the page, where there is a screen: a browser in the terminal would take it over."""
+    """Open the page if there is a display: a browser in the terminal would take it over."""
     import webbrowser
 
     has_screen = sys.platform in ("win32", "darwin") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
@@ -56,7 +54,7 @@ def _open(url: str) -> None:
 
 
 def port_number(text: str) -> int:
-    """A port; 0 for any that is free."""
+    """A port; 0 for any free one."""
     if not (text.isascii() and text.isdigit() and int(text) <= 65535):
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, found {text!r}")
     return int(text)

@@ -1,4 +1,4 @@
-"""`oomph train`: the plan first, then the run, then the one held against the other."""
+"""`oomph train`: the plan, the run, and how the two compare."""
 
 from __future__ import annotations
 
@@ -7,20 +7,34 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oomph import config as configs
 from oomph.cli.arguments import VerbParser, add_source, need_torch, positive, whole
-from oomph.cli.output import DONE, FAILED, INTERRUPTED, NO, emit_json
+from oomph.cli.output import DONE, FAILED, INTERRUPTED, NO, WRONG_INPUT, emit_json
+from oomph.devices.cpu_rates import is_shared, let_threads_sleep
 from oomph.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    from oomph.training.start import Options
+
+AGAIN = 75  # sysexits.h's EX_TEMPFAIL: stopped by SIGUSR1, or by Slurm, with a checkpoint; to be restarted
 
 
 def run(argv: list[str]) -> int:
     """Train; the exit code says how it ended."""
-    options, overrides = _parser().parse(argv)
-    sources, resume = _what_to_resume(options)
-    loaded = configs.load(sources, overrides)
+    try:
+        options, overrides = _parser().parse(argv)
+        sources, resume = _what_to_resume(options)
+        loaded = configs.load(sources, overrides)
+    except InputError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return WRONG_INPUT  # the first rank of this machine has the same command, and reports it
+        raise
     need_torch("train")
-    from oomph.training.errors import DoesNotFitError, OtherRankError, TrainingError
+    if is_shared():
+        let_threads_sleep(os.environ)  # before torch is imported
+    from oomph.training.errors import DoesNotFitError, LostRankError, OtherRankError, TrainingError
     from oomph.training.run import train
     from oomph.training.start import Options
 
@@ -33,13 +47,20 @@ def run(argv: list[str]) -> int:
         order=options.order,
         weights=options.weights,
         tensorboard=options.tensorboard,
+        trackio=options.trackio,
         export=options.export,
         quiet=options.json or options.quiet,
     )
+    if options.find_lr:
+        return _find_lr(loaded, asked)
     try:
         result = train(loaded, asked)
     except OtherRankError:
-        return FAILED  # the other one says why
+        return FAILED  # the other rank says why
+    except LostRankError as error:
+        if error.tells:
+            _complain(error)
+        return FAILED
     except DoesNotFitError as error:
         _complain(error)
         return NO
@@ -48,16 +69,31 @@ def run(argv: list[str]) -> int:
         return FAILED
     if options.json and os.environ.get("RANK", "0") == "0":
         emit_json(result.to_dict())
+    if result.again:
+        return AGAIN
     return INTERRUPTED if result.interrupted else DONE
 
 
+def _find_lr(loaded: configs.LoadedConfig, asked: Options) -> int:
+    from oomph.training.errors import TrainingError
+    from oomph.training.find_lr import asked_keys, find_lr, lines
+
+    try:
+        found = find_lr(loaded, asked)
+    except TrainingError as error:
+        _complain(error)
+        return FAILED
+    print("\n".join(lines(found, asked_keys(loaded))))
+    return DONE
+
+
 def _complain(error: Exception) -> None:
-    with suppress(OSError):  # a terminal that was closed: log.txt has it
+    with suppress(OSError):  # the terminal was closed: the lines are in log.txt
         print(f"ERROR: {error}", file=sys.stderr, flush=True)
 
 
 def _what_to_resume(options: argparse.Namespace) -> tuple[list[str], bool | str]:
-    """A run's folder or checkpoint among the configs is what --resume goes on with; without it, a mistake."""
+    """The configs, and what to resume: with --resume a run's folder or checkpoint among the configs; else a mistake."""
     runs = [name for name in options.sources if Path(name).is_dir()]
     sources = [name for name in options.sources if name not in runs]
     if options.resume and not runs:
@@ -78,6 +114,9 @@ def _parser() -> VerbParser:
     parser.add_argument(
         "--resume", action="store_true", help="go on with the run in out_dir, or with the folder or checkpoint named"
     )
+    parser.add_argument(
+        "--find_lr", action="store_true", help="train a minute at rising learning rates and propose one; no run"
+    )
     parser.add_argument("--force", action="store_true", help="train although the plan says that it does not fit")
     parser.add_argument("--overwrite", action="store_true", help="start over in a folder that holds a run")
     parser.add_argument(
@@ -95,6 +134,7 @@ def _parser() -> VerbParser:
     )
     for name, what in (
         ("tensorboard", "write event files in out_dir/tensorboard (needs oomph[track])"),
+        ("trackio", "log to trackio, which keeps all on this machine (needs trackio)"),
         ("export", "at the end, the weights for Hugging Face's GPT-2"),
     ):
         parser.add_argument(f"--{name}", action="store_true", default=None, help=what)

@@ -1,6 +1,6 @@
 """`TrainConfig`, and reading one from every source people have."""
 
-from oomph.config.documents import to_python, to_toml
+from oomph.config.keys import KEYS, Key, describe_keys
 from oomph.config.load import (
     LoadedConfig,
     Override,
@@ -12,19 +12,11 @@ from oomph.config.load import (
     stated_values,
     with_trainer,
 )
-from oomph.config.schema import (
-    COMPILED_LOSS_CHUNK,
-    DEFAULT_LOSS_CHUNK,
-    GPT2_SHAPES,
-    KEYS,
-    NEWEST_TORCH,
-    PRESETS,
-    Key,
-    TrainConfig,
-    describe_keys,
-)
+from oomph.config.programs import GPT2_SHAPES, NEWEST_TORCH, PRESETS
+from oomph.config.reading.documents import to_python, to_toml
+from oomph.config.schema import COMPILED_LOSS_CHUNK, DEFAULT_LOSS_CHUNK, TrainConfig
 from oomph.config.settle import SettlingDevice, follows, settle, usual_loss_chunk
-from oomph.config.values import validate
+from oomph.config.validate import validate
 
 __all__ = [
     "COMPILED_LOSS_CHUNK",

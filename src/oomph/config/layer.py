@@ -1,16 +1,19 @@
-"""What one source says: its settings with their places, notes and problems. Every reader returns a `Layer`."""
+"""The contents of one source: its settings with their places, notes and problems. Every reader returns a `Layer`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from oomph.config.schema import KEYS
+import msgspec
+
+from oomph.config.keys import KEYS
 from oomph.errors import Problem, nearest
 
-UNSET = "None"  # what unsets a key in TOML, which has no null
-MAX_UNKNOWN = 20  # named one by one; a file with more is not a config
+EACH_DEVICES = " (each device's)"  # ends the place of a number that is per device in its program
+UNSET = "None"  # unsets a key in TOML, which has no null
+MAX_UNKNOWN = 20  # listed one by one; a file with more is not a config
 
 
 class SourcedValue(NamedTuple):
@@ -19,35 +22,47 @@ class SourcedValue(NamedTuple):
     value: object
     where: str
     firm: bool = True
+    name: str | None = None  # the key's name in that file, if not ours
 
 
-@dataclass(frozen=True)
-class UnknownValue:
+class UnknownValue(msgspec.Struct, frozen=True):
     """A value that a file sets but that cannot be worked out from its text."""
 
     reason: str
     needs_running: bool = True  # False: the expression is wrong or out of bounds, running it would not help
 
 
-@dataclass
-class Layer:
+class Layer(msgspec.Struct):
     """What reading one source gave."""
 
-    values: dict[str, SourcedValue] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    foreign: set[str] = field(default_factory=set)  # a fork's own keys, which later files may set too
-    program: str | None = None  # whose format it is: the trainer, unless one is set
+    values: dict[str, SourcedValue] = msgspec.field(default_factory=dict)
+    notes: list[str] = msgspec.field(default_factory=list)
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    foreign: set[str] = msgspec.field(default_factory=set)  # a fork's own keys, which later files may set too
+    program: str | None = None  # the program whose format it is: the trainer, unless one is set
+    is_model: bool = False  # a whole model: it replaces an earlier one
 
 
-@dataclass
-class Scope:
+# Key names of what forks of nanoGPT add to a step: fewer key and value heads, rotary positions,
+# checkpointing, experts, windows, other MLPs, adapters, lower precision, averaged weights, other optimizers.
+CHANGES_A_STEP = re.compile(
+    r"kv_?head|num_key_value|gqa|mqa|rope|rotary|alibi|(?:use|grad\w*|activation)_checkpoint|recompute|expert|moe|window"
+    r"|swiglu|geglu|ffn|mlp|lora|quant|fp8|\bema|_ema|offload|muon|attn|attention|fsdp|zero_stage",
+    re.IGNORECASE,
+)
+
+
+class Scope(msgspec.Struct):
     """The names a config file may use: every value so far, and a fork's own keys."""
 
     names: dict[str, object]
-    foreign: set[str] = field(default_factory=set)
-    given: set[str] = field(default_factory=set)  # keys that a source has set
-    confined: bool = False  # it is a stranger's: no name in it is looked for on the disk
+    foreign: set[str] = msgspec.field(default_factory=set)
+    given: set[str] = msgspec.field(default_factory=set)  # keys that a source has set
+    confined: bool = False  # untrusted: no name in it is looked up on disk
+
+    def changing_a_step(self) -> set[str]:
+        """A fork's own keys that are switched on and, judging by their names, change a step's memory or time."""
+        return {name for name in self.foreign if CHANGES_A_STEP.search(name) and self.names.get(name, True)}
 
     def take(self, layer: Layer) -> None:
         self.foreign |= layer.foreign

@@ -1,7 +1,7 @@
 """nanochat's settings by depth, as scripts/base_train.py derives them (github.com/karpathy/nanochat at 92d63d4).
 
 The width is 64 times the depth, in whole heads of 128. The number of tokens is 12 times the parameters that scale (the
-blocks' matrices and the head); the batch grows with its 0.383th power, from 2¹⁹ tokens at depth 12, to a power of two.
+blocks' matrices and the head); the batch grows with its 0.383th power from 2¹⁹ tokens at depth 12, a power of two.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import math
 import re
 
 DEPTH = 20  # --depth
-PRESETS = tuple(f"nanochat-d{depth}" for depth in (12, DEPTH, 26, 32))  # some of them: any depth will do
+PRESETS = tuple(f"nanochat-d{depth}" for depth in (12, DEPTH, 26, 32))  # a selection: any depth works
 _ASPECT, _HEAD, _VOCABULARY, _TOKENS, _SEQUENCES = 64, 128, 32768, 2048, 32
 _TOKENS_PER_PARAMETER, _BATCH_TOKENS, _BATCH_POWER, _BATCH_DEPTH = 12, 2**19, 0.383, 12
 _GATE_CHANNELS = 12
 _NAME = re.compile(r"nanochat-d([1-9][0-9]{0,2})")
 
-# What base_train has where no argument says otherwise. It evaluates one split of the data, where nanoGPT has two.
+# base_train's defaults. It evaluates one split of the data, nanoGPT two.
 DEFAULTS: dict[str, int | float | str | bool] = {
     "model_type": "nanochat", "optimizer": "muon", "vocab_size": _VOCABULARY, "tie_weights": False,
     "block_size": _TOKENS, "batch_size": _SEQUENCES, "window_pattern": "SSSL", "grad_clip": 0.0,
@@ -44,17 +44,17 @@ def shape(depth: int) -> dict[str, int]:
 
 
 def micro_steps(depth: int, batch_size: int, block_size: int) -> int:
-    """How many micro-steps make a step: its tokens are decided by the depth, whatever the batch of one micro-step."""
+    """Micro-steps in a step, whose number of tokens depends only on the depth."""
     return max(1, _total_batch(depth) // (batch_size * block_size))
 
 
 def eval_iters(batch_size: int, block_size: int) -> int:
-    """nanoGPT's batches of each of two splits, for nanochat's tokens of one."""
+    """Batches of each of nanoGPT's two splits that together have nanochat's evaluation tokens."""
     return max(1, _EVALUATED // (batch_size * block_size) // 2)
 
 
 def _total_batch(depth: int) -> int:
-    """Tokens of an optimizer step."""
+    """Tokens in an optimizer step."""
     grown = (_target_tokens(depth) / _target_tokens(_BATCH_DEPTH)) ** _BATCH_POWER
     return int(2 ** round(math.log2(_BATCH_TOKENS * grown)))
 

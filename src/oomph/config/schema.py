@@ -1,4 +1,4 @@
-"""`TrainConfig`: every setting of a training run, with nanoGPT's names and defaults, then ours; and its keys as data.
+"""`TrainConfig`: every setting of a training run, with nanoGPT's names and defaults, then ours.
 
 Each field carries its description and limits, and they are written nowhere else: `oomph plan --help`, the web form and
 `validate` read them from here. None means "not set": `settle` fills it in from trainer and device, with a reason.
@@ -7,62 +7,51 @@ Each field carries its description and limits, and they are written nowhere else
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Annotated, Any
 
 import msgspec
 
-NEWEST_TORCH = "2.13"  # assumed where the config does not say which PyTorch will run
-NEWEST_TRANSFORMERS = "5.22"  # the same of transformers: the version that the descriptions are held against
-EARLIEST_TRANSFORMERS = (4, 48)  # the earliest release whose differences from the newest are described
+from oomph.config.programs import (
+    MODEL_TYPES,
+    NEWEST_BITSANDBYTES,
+    NEWEST_TORCH,
+    NEWEST_TRANSFORMERS,
+    NEWEST_TRL,
+    PRESETS,
+    TRAINERS,
+)
+
 DEFAULT_LOSS_CHUNK = 2048  # tokens: large enough for full-speed matrix products, small beside a micro-batch
 COMPILED_LOSS_CHUNK = 4096  # a compiled loss makes no float32 copy of the chunk's logits
-TRAINERS = ("nanogpt", "oomph", "hf", "torch", "nanochat")
-TRANSFORMERS = ("hf", "torch")  # those that train transformers' own models
-ZERO_GRADS = ("after_step", "before_backward")
-# Architectures that `step.models` describes, by transformers' names for them.
-MODEL_TYPES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt",
-    "mixtral", "qwen3_moe", "nanochat",
-)  # fmt: skip
-MIXTURES = ("mixtral", "qwen3_moe")  # of them those with experts
-_WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3_text")
-_GROUPED = ("llama", "olmo2", *_WINDOWED)
-# Keys that not every class of transformers reads, and the families whose class does.
-READ_BY: dict[str, tuple[str, ...]] = {
-    "sliding_window": _WINDOWED, "sliding_window_pattern": _WINDOWED, "attn_logit_softcapping": ("gemma2",),
-    "final_logit_softcapping": ("gemma2", "gemma3_text"), "head_dim": _GROUPED, "num_key_value_heads": _GROUPED,
-    "num_experts": MIXTURES, "num_experts_per_tok": MIXTURES, "moe_intermediate_size": MIXTURES,
-}  # fmt: skip
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu")
+ZERO_GRADS = ("after_step", "before_backward", "in_backward")  # the last: each right after its own step
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "relu", "relu2")
+RECIPES = ("nanogpt", "modern")  # defaults of architecture, optimizer and schedule: `config.defaults` has the second
+POSITIONS = ("absolute", "rotary")
+NORMS = ("layernorm", "rmsnorm")
+SCHEDULES = ("cosine", "warmup_stable_decay")
 DTYPES = ("float32", "bfloat16", "float16")
-ATTENTIONS = ("flash", "efficient", "math", "flash3")
+CHECKPOINT_POLICIES = ("full", "op")
+ATTENTIONS = ("flash", "efficient", "math", "eager", "flash2", "flash3")
+PACKINGS = ("off", "padding_free", "packed")
 METHODS = ("full", "lora", "dora", "qlora")
 QUANTIZATIONS = ("off", "nf4", "fp4", "int8", "gptq", "awq")
 UPCASTS = ("off", "norms", "all")  # all: peft prepares the base; norms: TRL then casts the rest back (before 1.0)
-FUSED_LOSSES = ("off", "liger")
-OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "adafactor", "muon")
+FUSED_LOSSES = ("off", "liger", "cce", "trl", "unsloth")
+DEEPSPEEDS = ("off", "zero1", "zero2", "zero3")
+CPU_OFFLOADS = ("off", "optimizer", "all")  # what is kept on the host; all: the parameters too
+OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit", "sgd", "adafactor", "muon")
+PAGED = "paged_"  # prefix of optimizers whose state is in unified memory
+PARALLELS = ("auto", "none", "ddp", "zero1", "fsdp", "hsdp", "fsdp1")
+GRAD_SYNCS = ("each", "last")
 OPTIMIZER_LOOPS = ("fused", "foreach", "forloop")
-# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2, with the heads of the released
-# models; nanoGPT's GPT.from_pretrained has the same.
-GPT2_SHAPES: dict[str, dict[str, int]] = {
-    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
-    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
-    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
-    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
-}
-GPT2_VOCABULARY = 50257
-GPT2_BLOCK = 1024
-PRESETS = tuple(GPT2_SHAPES)
 INITS = ("scratch", "resume", *PRESETS)
 
 # The largest sizes accepted: far beyond any real run, and small enough that later products stay finite.
 MANY = 10_000_000  # sequences, micro-steps, devices
 MANY_STEPS = 10**12
 MOST_BLOCKS = 1000
-ALL_BLOCKS = "all"  # what checkpoint_layers may be told instead of a number
+ALL_BLOCKS = "all"  # a value of checkpoint_layers instead of a number
 
 
 def _key(
@@ -91,7 +80,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eval_iters: Annotated[int, _key("batches of each split per evaluation", ge=1, le=10**9)] = 200
     eval_only: Annotated[bool, _key("evaluate once and stop")] = False
     always_save_checkpoint: Annotated[bool, _key("save after each evaluation, better or not", needed=False)] = True
-    init_from: Annotated[str, _key("a new model, a resumed run, or OpenAI's weights", choices=INITS)] = "scratch"
+    init_from: Annotated[
+        str, _key("a new model, a resumed run, OpenAI's weights, or a path to others", choices=INITS)
+    ] = "scratch"
     wandb_log: Annotated[bool, _key("log to Weights & Biases", needed=False)] = False
     wandb_project: Annotated[str, _key("the project at Weights & Biases", needed=False)] = "owt"
     wandb_run_name: Annotated[str, _key("the run at Weights & Biases", needed=False)] = "gpt2"
@@ -134,15 +125,26 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     vocab_size: Annotated[int, _our("vocabulary size; nanoGPT reads it from meta.pkl, else 50304", ge=1, le=2**32)] = (
         50304
     )
+    recipe: (
+        Annotated[
+            str,
+            _our(
+                "stands for other keys where they are not set: nanogpt's defaults, or modern, which is Qwen3's blocks, "
+                "Muon and a schedule that ends at 0",
+                choices=RECIPES,
+            ),
+        ]
+        | None
+    ) = None
     model_type: Annotated[str, _our("the architecture, by transformers' name for it", choices=MODEL_TYPES)] = "gpt2"
     num_key_value_heads: (
         Annotated[int, _our("heads of keys and values, fewer than n_head with grouped queries", ge=1, le=1_000_000)]
         | None
     ) = None
     head_dim: Annotated[int, _our("size of a head; not set: n_embd / n_head", ge=1, le=1_000_000)] | None = None
-    intermediate_size: Annotated[int, _our("width inside the MLP; not set: 4 × n_embd", ge=1, le=10_000_000)] | None = (
-        None
-    )
+    intermediate_size: (
+        Annotated[int, _our("width inside the MLP; not set: 4 × n_embd, with a gate 8/3", ge=1, le=10_000_000)] | None
+    ) = None
     hidden_act: (
         Annotated[str, _our("the MLP's activation; not set: the architecture's own", choices=ACTIVATIONS)] | None
     ) = None
@@ -179,11 +181,23 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attn_logit_softcapping: Annotated[float, _our("soft cap of attention's scores", gt=0)] | None = None
     final_logit_softcapping: Annotated[float, _our("soft cap of the logits", gt=0)] | None = None
     partial_rotary_factor: Annotated[float, _our("share of each head that is rotated", gt=0, le=1)] = 1.0
+    position_embedding_type: Annotated[
+        str,
+        _our("positions of oomph train's GPT: a learned table, or rotations of queries and keys", choices=POSITIONS),
+    ] = "absolute"
+    rope_theta: Annotated[float, _our("base of the rotations' frequencies", needed=False, gt=1)] = 10_000.0
+    norm_type: Annotated[str, _our("norms of oomph train's GPT", choices=NORMS)] = "layernorm"
+    rms_norm_eps: Annotated[float, _our("added to the mean square in an RMSNorm", needed=False, gt=0)] = 1e-6
+    use_qk_norm: Annotated[bool, _our("an RMSNorm of each head's queries and keys, in oomph train")] = False
+    is_gated_act: Annotated[bool, _our("a gate in the MLP of oomph train's GPT: with silu it is SwiGLU")] = False
+    zero_init: Annotated[
+        bool, _our("projections into the residual stream begin at 0, in oomph train", needed=False)
+    ] = False
     tie_weights: Annotated[bool, _our("one matrix for the token embedding and the head")] = True
     method: Annotated[
         str,
         _our(
-            "what is trained: full (all weights), or peft's lora or dora; qlora is lora on a 4-bit base",
+            "what is trained: full (all weights), lora or dora, by default peft's; qlora is lora on a 4-bit base",
             choices=METHODS,
         ),
     ] = "full"
@@ -191,9 +205,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lora_alpha: Annotated[float, _our("scale of the adapters, times the rank", needed=False, gt=0)] = 8.0
     lora_dropout: Annotated[float, _our("dropout of what goes into the adapters", ge=0, lt=1)] = 0.0
     lora_targets: (
-        Annotated[str, _our("modules with adapters, by name: q_proj,v_proj or all-linear; not set: peft's own")] | None
+        Annotated[str, _our("modules with adapters, by name: q_proj,v_proj or all-linear; not set: the program's")]
+        | None
     ) = None
-    adapter_dtype: Annotated[str, _our("dtype of the adapters; not set: float32, as peft", choices=DTYPES)] | None = (
+    modules_to_save: (
+        Annotated[str, _our("modules trained whole beside the adapters, by name: embed_tokens,lm_head")] | None
+    ) = None
+    adapter_dtype: Annotated[str, _our("dtype of the adapters; not set: float32 with peft", choices=DTYPES)] | None = (
         None
     )
     base_dtype: (
@@ -211,8 +229,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trainer: Annotated[
         str,
         _our(
-            "the program that runs: nanogpt as published, oomph, hf (transformers' Trainer), torch (a plain loop with "
-            "transformers' models) or nanochat",
+            "the program that runs: nanogpt as published, oomph, hf (transformers' Trainer), trl (TRL's SFTTrainer), "
+            "unsloth, torch (a plain loop with transformers' models), nanochat, torchtune, litgpt or torchtitan",
             choices=TRAINERS,
         ),
     ] = "nanogpt"
@@ -223,21 +241,67 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[int, _our("tokens per chunk of head and loss, 0: all at once; unset: the trainer's", ge=0, le=MANY)]
         | None
     ) = None
-    fused_loss: Annotated[
-        str, _our("head and loss in one, without all logits: Liger's, of transformers' models", choices=FUSED_LOSSES)
-    ] = "off"
+    fast_kernels: Annotated[bool, _our("fms-acceleration's fast RMSNorm, rope and, over 4 bits, LoRA")] = False
+    liger_kernel: Annotated[bool, _our("Liger's RMSNorm, SwiGLU and rope in every block, and its loss")] = False
+    fused_loss: (
+        Annotated[
+            str,
+            _our(
+                "head and loss in one, without all logits; cce: cut cross-entropy; not set: the program's",
+                choices=FUSED_LOSSES,
+            ),
+        ]
+        | None
+    ) = None
     checkpoint_layers: Annotated[
         int,
         _our(
             "blocks, from the first, whose activations are recomputed in the backward; all: every one", ge=0, le=10_000
         ),
     ] = 0
-    attention: Annotated[str, _our("the attention kernel", choices=ATTENTIONS)] = "flash"
+    checkpoint_policy: (
+        Annotated[
+            str,
+            _our(
+                "what checkpointed blocks keep: nothing but their input (full), or torchtitan's choice by operation "
+                "(op): attention and every other product",
+                choices=CHECKPOINT_POLICIES,
+            ),
+        ]
+        | None
+    ) = None
+    attention: Annotated[
+        str,
+        _our(
+            "the attention kernel: PyTorch's flash, efficient or math; transformers' eager; flash-attn's package "
+            "(flash2: attn_implementation=flash_attention_2); flash3",
+            choices=ATTENTIONS,
+        ),
+    ] = "flash"
     autocast: Annotated[bool, _our("False with bfloat16: weights, gradients and optimizer are bfloat16 themselves")] = (
         True
     )
     allow_tf32: Annotated[bool, _our("float32 matrix products on tensor cores, as nanoGPT allows")] = True
     optimizer: Annotated[str, _our("the optimizer", choices=OPTIMIZERS)] = "adamw"
+    matrix_lr: (
+        Annotated[
+            float,
+            _our(
+                "Muon's own learning rate: the size of an update's singular values; not set: learning_rate, with "
+                "updates as large as AdamW's",
+                needed=False,
+                gt=0,
+            ),
+        ]
+        | None
+    ) = None
+    lr_scheduler_type: Annotated[
+        str,
+        _our("after the warm-up: cosine to min_lr, or level and then straight to it", needed=False, choices=SCHEDULES),
+    ] = "cosine"
+    warmdown_ratio: Annotated[
+        float, _our("share of lr_decay_iters in which a warmup_stable_decay schedule falls", needed=False, gt=0, le=1)
+    ] = 0.5
     optimizer_loop: (
         Annotated[str, _our("how the optimizer goes over tensors; unset: fused on a GPU", choices=OPTIMIZER_LOOPS)]
         | None
@@ -246,11 +310,81 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[bool, _our("transformers keeps each block's keys and values; unset: a plain loop does")] | None
     ) = None
     padding: Annotated[bool, _our("batches are padded, and transformers makes a mask of each")] = False
+    packing: Annotated[
+        str,
+        _our(
+            "samples in a row: of a batch, without padding (padding_free), or in rows filled to block_size (packed); "
+            "mean_length is a sample's",
+            choices=PACKINGS,
+        ),
+    ] = "off"
     zero_grad: Annotated[
-        str, _our("when a plain loop lets gradients go: after the step or before backward", choices=ZERO_GRADS)
+        str,
+        _our(
+            "when gradients go: after the step; a plain loop's before backward; torchtune's in it", choices=ZERO_GRADS
+        ),
     ] = "after_step"
+    deepspeed: Annotated[str, _our("DeepSpeed under transformers' Trainer", choices=DEEPSPEEDS)] = "off"
+    reduce_bucket_size: Annotated[int, _our("numbers in a bucket of DeepSpeed's gradients", ge=1, le=10**12)] = (
+        500_000_000
+    )
+    overlap_comm: Annotated[bool, _our("DeepSpeed has a second bucket, to reduce one while it fills the other")] = False
+    stage3_prefetch_bucket_size: Annotated[int, _our("numbers that ZeRO-3 gathers ahead", ge=0, le=10**12)] = 50_000_000
+    stage3_param_persistence_threshold: Annotated[
+        int, _our("ZeRO-3 keeps parameters of at most this many numbers gathered", ge=0, le=10**12)
+    ] = 100_000
+    stage3_max_live_parameters: Annotated[
+        int, _our("ZeRO-3 gathers nothing ahead beyond this many numbers", ge=0, le=10**12)
+    ] = 1_000_000_000
+    stage3_max_reuse_distance: Annotated[
+        int, _our("ZeRO-3 keeps parameters that are used again within this many numbers", ge=0, le=10**12)
+    ] = 1_000_000_000
+    cpu_offload: Annotated[
+        str, _our("what DeepSpeed or FSDP keeps on the host: the optimizer's state, or all", choices=CPU_OFFLOADS)
+    ] = "off"
     expandable_segments: Annotated[bool, _our("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")] = False
     world_size: Annotated[int, _our("devices; gradient_accumulation_steps is divided among them", ge=1, le=MANY)] = 1
+    nodes: Annotated[int, _our("machines that the devices are in, as many in each", ge=1, le=100_000)] = 1
+    link: (
+        Annotated[str, _our("between the cards of a machine: nvlink, pcie4, none, or as nvidia-smi topo -m prints it")]
+        | None
+    ) = None
+    network: (
+        Annotated[str, _our("between machines, for each card: ib400, ib200, roce400, eth100, eth10 ...")] | None
+    ) = None
+    parallel: (
+        Annotated[
+            str, _our("how the devices share the work; auto, or unset: ddp on several, if it fits", choices=PARALLELS)
+        ]
+        | None
+    ) = None
+    reshard_after_forward: (
+        Annotated[
+            str,
+            _our(
+                "fsdp frees a block's gathered weights after its forward: true, false, or a number of ranks to reshard "
+                "over; unset: the program's",
+                pattern=r"^(true|false|True|False|[1-9][0-9]{0,5})$",
+            ),
+        ]
+        | None
+    ) = None
+    reduce_dtype: (
+        Annotated[str, _our("dtype that fsdp reduces gradients in; unset: the program's", choices=DTYPES)] | None
+    ) = None
+    grad_sync: (
+        Annotated[
+            str, _our("when fsdp reduces gradients while accumulating: each micro-step or the last", choices=GRAD_SYNCS)
+        ]
+        | None
+    ) = None
+    shard_size: (
+        Annotated[int, _our("hsdp: devices that share one copy; unset: those of a machine", ge=1, le=MANY)] | None
+    ) = None
+    tensor_parallel_degree: Annotated[
+        int, _our("torchtitan: devices that split each layer; the others share the batch", ge=1, le=MANY)
+    ] = 1
+    gradient_as_bucket_view: Annotated[bool, _our("ddp: gradients are views of its buckets, not copies")] = False
     torch_version: Annotated[
         str,
         _our(
@@ -265,99 +399,49 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             pattern=r"^[0-9]{1,2}\.[0-9]{1,2}(\.[0-9]{1,3})?$",
         ),
     ] = NEWEST_TRANSFORMERS
+    trl_version: Annotated[
+        str,
+        _our("the TRL that will run, such as 0.24 or 1.16.0", pattern=r"^[0-9]{1,2}\.[0-9]{1,2}(\.[0-9]{1,3})?$"),
+    ] = NEWEST_TRL
+    bitsandbytes_version: Annotated[
+        str,
+        _our("the bitsandbytes that will run, such as 0.42 or 0.45.2", pattern=r"^[0-9]\.[0-9]{1,2}(\.[0-9]{1,3})?$"),
+    ] = NEWEST_BITSANDBYTES
     dataset_tokens: (
         Annotated[int, _our("tokens in the training split, for epochs; 3.68B is understood", ge=1, le=10**18)] | None
     ) = None
+    num_train_epochs: Annotated[float, _our("passes over num_samples: sets max_iters", gt=0, le=10_000)] | None = None
+    num_samples: Annotated[int, _our("samples of the data set, for epochs", ge=1, le=10**12)] | None = None
+    mean_length: (
+        Annotated[int, _our("tokens of a sample in the mean, for times; block_size is the longest", ge=1, le=10**8)]
+        | None
+    ) = None
+    lengths: (
+        Annotated[str, _our("the samples' lengths: a file of them, or percentiles (p50:300,p95:1200,max:2048)")] | None
+    ) = None
     seed: Annotated[int, _our("of the random numbers; nanoGPT's is 1337", needed=False, ge=0, le=2**63 - 1)] = 1337
+    ema: Annotated[
+        float, _our("decay of an average of the weights, which is evaluated and sampled; 0: none", ge=0, lt=1)
+    ] = 0.0
+    time_limit: (
+        Annotated[float, _our("minutes after which a run saves and ends; not set: none", needed=False, gt=0)] | None
+    ) = None
+    until_loss: (
+        Annotated[float, _our("validation loss at which a run is done; not set: max_iters alone", needed=False, gt=0)]
+        | None
+    ) = None
+    sample_tokens: Annotated[
+        int, _our("tokens of text written to samples/ at each evaluation; 0: none", needed=False, ge=0, le=10**6)
+    ] = 0
+    eval_tokens: (
+        Annotated[
+            int,
+            _our("tokens per evaluation of a split; not set: eval_iters × batch_size × block_size", ge=1, le=10**15),
+        ]
+        | None
+    ) = None
 
 
-def release(version: str) -> tuple[int, int]:
-    """(2, 13) of "2.13" or "2.13.0": enough to order the releases of torch and of transformers."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
-Whose = Literal["nanogpt", "oomph"]
-KeyType = type[int] | type[float] | type[str] | type[bool]
-KEYS = TrainConfig.__struct_fields__  # every name, in the schema's order
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "True or False"}
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of a config: enough to document it, to make a form field for it and to check a value."""
-
-    name: str
-    type: str  # in words: "whole number", "number", "text", "True or False"
-    default: int | float | str | bool | None
-    description: str
-    whose: Whose
-    kind: KeyType
-    optional: bool  # None is allowed and means "not set"
-    needed: bool  # predictions depend on its value
-    choices: tuple[str, ...]
-    pattern: str | None
-    ge: float | None
-    gt: float | None
-    le: float | None
-    lt: float | None
-
-    @property
-    def allowed(self) -> str:
-        """What a value may be, as an error message says it."""
-        if self.choices:
-            return "one of " + ", ".join(self.choices)
-        if self.pattern is not None:
-            return self.description
-        if self.kind is str:
-            return "text on one line, of at most 4096 characters"
-        if self.kind is bool:
-            return "True or False"
-        return f"a {self.type}{self._limits()}"
-
-    def _limits(self) -> str:
-        if self.gt is not None:
-            return f" of more than {self.gt:,}" + (f", at most {self.le:,}" if self.le is not None else "")
-        if self.ge is None:
-            return ""
-        if self.lt is not None:
-            return f" from {self.ge:,} up to but not including {self.lt:,}"
-        if self.le is not None:
-            return f" from {self.ge:,} to {self.le:,}"
-        return f" of at least {self.ge:,}"
-
-
-@cache
-def keys() -> dict[str, Key]:
-    """Every key by name, in the schema's order."""
-    hints = get_type_hints(TrainConfig, include_extras=True)
-    defaults = TrainConfig.__struct_defaults__
-    return {name: _key_of(name, hints[name], default) for name, default in zip(KEYS, defaults, strict=True)}
-
-
-def describe_keys() -> list[Key]:
-    """Every key in the schema's order, nanoGPT's first: for `oomph plan --help` and for a form."""
-    return list(keys().values())
-
-
-def _key_of(name: str, hint: object, default: int | float | str | bool | None) -> Key:
-    parts = [hint] if get_origin(hint) is Annotated else [part for part in get_args(hint) if part is not NoneType]
-    kind, meta = get_args(parts[0])
-    extra = meta.extra
-    schema = meta.extra_json_schema or {}
-    return Key(
-        name=name,
-        type=_WORDS[kind],
-        default=default,
-        description=meta.description,
-        whose=extra["whose"],
-        kind=kind,
-        optional=get_origin(hint) is not Annotated,
-        needed=extra["needed"],
-        choices=tuple(schema.get("enum", ())),
-        pattern=meta.pattern,
-        ge=meta.ge,
-        gt=meta.gt,
-        le=meta.le,
-        lt=meta.lt,
-    )
+def eval_tokens(config: TrainConfig) -> int:
+    """Tokens that an evaluation reads from each split."""
+    return config.eval_tokens or config.eval_iters * config.batch_size * config.block_size

@@ -1,4 +1,4 @@
-"""The formats documents come in: plain text, JSON lines, parquet files, datasets of the Hugging Face hub."""
+"""The formats of documents: plain text, JSON lines, parquet files, datasets on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class TextSource:
     is_val: bool | None = None
 
     def chunks(self, at: SourcePosition, val_fraction: float) -> Iterator[Chunk]:
-        """Chunks from a position. Each depends on its position alone, so a resumed run cuts where the first one did."""
+        """Chunks from a position. Each depends only on its position, so a resumed run cuts in the same places."""
         offset = int(at.get("offset", self.start))
-        open_split: bool | None = bool(at["val"]) if "val" in at else None  # of a document begun in an earlier chunk
+        open_split: bool | None = bool(at["val"]) if "val" in at else None  # for a document begun in an earlier chunk
         with closing(self.opener({**at, "offset": offset})) as stream:
             yield from self._chunks(stream, offset, open_split, val_fraction)
 
@@ -68,7 +68,7 @@ class TextSource:
     def _part(
         self, data: bytes, at_end: bool, open_split: bool | None, val_fraction: float
     ) -> tuple[TextPart, int, bool | None]:
-        """The next part, how many bytes it uses, and the split of a document that it leaves unfinished."""
+        """The next part, how many bytes it uses, and the split of a document it leaves unfinished."""
         continues = open_split is not None
         split = self.is_val if open_split is None else open_split
         eot = self.is_val is None
@@ -106,7 +106,7 @@ class JsonPart:
                 continue
             try:
                 text = decode(line).text
-            except Exception:  # msgspec's own classes, or a lone surrogate: try Python's slower, more lenient parser
+            except Exception:  # msgspec's errors, or a lone surrogate: try Python's slower, more lenient parser
                 text = _leniently(line, self.key, f"{self.file}:{number}")
             if isinstance(text, BrokenRow):
                 yield text
@@ -128,7 +128,7 @@ class BrokenPart:
 
 @dataclass(frozen=True)
 class JsonSource:
-    """JSON lines: one object a line, the text under one key."""
+    """JSON lines: one object per line, the text under one key."""
 
     name: str
     identity: Identity
@@ -190,7 +190,7 @@ def _decoder(key: str) -> Any:
 
     try:
         row = msgspec.defstruct("Row", [("text", str | None, None)], rename={"text": key})
-    except ValueError:  # msgspec takes no name with quotes or backslashes
+    except ValueError:  # msgspec accepts no name with quotes or backslashes
         return _decode_nothing
     return msgspec.json.Decoder(row).decode
 
@@ -215,7 +215,7 @@ def _row(line: bytes, key: str, where: str) -> dict[str, Any] | BrokenRow:
 
 
 def _whole_number(digits: str) -> int:
-    """Shortened: its value is not used, and Python refuses to parse very long ones."""
+    """The first 20 digits' value: the number is not used, and Python refuses to parse very long ones."""
     return int(digits[:20])
 
 
@@ -228,7 +228,7 @@ def _leniently(line: bytes, key: str, where: str) -> str | BrokenRow | None:
 
 
 def _why_no_text(row: dict[str, Any] | BrokenRow, key: str, where: str) -> Piece | BrokenRow:
-    """An object without text under the key: an empty document if it is null, else a broken row."""
+    """The piece for an object without text under the key: an empty document if it is null, else a broken row."""
     if isinstance(row, BrokenRow):
         return row
     if key in row and row[key] is None:
@@ -287,7 +287,7 @@ class ParquetSource:
                         yield Chunk((Rows(texts),), size, {"group": index, "row": first + stop}, read)
 
     def _rows_at_once(self, group: Any) -> int:
-        """How many rows make about a chunk, by the sizes that the file states."""
+        """How many rows make about one chunk, by the sizes that the file states."""
         columns = [group.column(number) for number in range(group.num_columns)]
         size: int = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == self.key)
         return max(1, min(MAX_ROWS, CHUNK_BYTES * int(group.num_rows) // max(1, size)))
@@ -335,7 +335,7 @@ def _by_size(column: Any, start: int) -> Iterator[tuple[tuple[bytes | None, ...]
 
 @dataclass(frozen=True)
 class HubSource:
-    """A dataset of the Hugging Face hub, or a local folder of one, streamed: `hf:NAME[:CONFIG[:SPLIT]]`."""
+    """A dataset on the Hugging Face hub, or a local copy, streamed: `hf:NAME[:CONFIG[:SPLIT]]`."""
 
     name: str
     repository: str
@@ -396,7 +396,7 @@ class HubSource:
     def _rows(self, stream: Any) -> Iterator[dict[str, Any]]:
         try:
             yield from stream
-        except Exception as error:  # every layer below has its own classes
+        except Exception as error:  # every layer below raises its own classes
             lines = str(error).strip().splitlines() or [""]
             raise DataError(
                 f"{self.name}: reading stopped: {type(error).__name__}: {lines[0][:300]}. "

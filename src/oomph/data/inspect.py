@@ -37,7 +37,7 @@ class DataCheck:
 
 
 def info(path: str | Path) -> dict[str, Any]:
-    """What a folder holds, as plain values: from the manifest, or what can be told without one."""
+    """What a folder holds, as plain values: from the manifest, or what can be found without one."""
     folder = _folder(path)
     manifest = read_manifest(folder)
     if manifest is not None:

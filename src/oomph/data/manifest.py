@@ -13,7 +13,7 @@ from oomph.errors import InputError, Problem, nearest
 MANIFEST = "meta.json"
 META_PICKLE = "meta.pkl"
 TOKENIZER = "tokenizer.json"
-SET_FILES = ("train.bin", "val.bin", META_PICKLE, TOKENIZER)  # what a set may hold besides its manifest
+SET_FILES = ("train.bin", "val.bin", META_PICKLE, TOKENIZER)  # files that a set may have besides its manifest
 SPLITS = ("train", "val")
 VERSION = 1
 MAX_MANIFEST_BYTES = 2**26
@@ -45,7 +45,7 @@ class Counts(msgspec.Struct):
     empty: int = 0  # documents without text: left out
     repaired: int = 0  # documents whose invalid UTF-8 became U+FFFD
     broken: int = 0  # rows that are not documents, left out with --skip_broken
-    text_bytes: int = 0  # of the documents taken, as UTF-8
+    text_bytes: int = 0  # of the documents included, as UTF-8
 
 
 class Manifest(msgspec.Struct):
@@ -84,7 +84,7 @@ def token_bytes(dtype: str) -> int:
 
 
 def find_dataset(dataset: str, roots: Iterable[Path] | None = None) -> Path:
-    """The folder with a train.bin that `dataset = 'name'` means: data/name as in nanoGPT, or a path."""
+    """The folder with a train.bin for `dataset = 'name'`: data/name as in nanoGPT, or a path."""
     looked: list[Path] = []
     for root in roots or (Path(),):
         for folder in (root / "data" / dataset, root / dataset):
@@ -144,7 +144,7 @@ def to_json(value: object) -> bytes:
 
 
 def meta_pickle(characters: str, end_of_text: int | None) -> bytes:
-    """nanoGPT's meta.pkl for characters: plain dicts that its train.py and sample.py read."""
+    """nanoGPT's meta.pkl for a character vocabulary: plain dicts that its train.py and sample.py read."""
     import pickle
 
     names = list(characters) + (["<|endoftext|>"] if end_of_text is not None else [])
@@ -165,7 +165,7 @@ def size_pickle(vocab_size: int) -> bytes:
 
 def read_meta_pickle(path: Path) -> dict[str, Any]:
     """nanoGPT's meta.pkl, read as plain data: no code in it is executed."""
-    from oomph.config import pickles
+    from oomph.config.reading import pickles
 
     try:
         meta = pickles.read(path.read_bytes())

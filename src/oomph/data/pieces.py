@@ -18,7 +18,7 @@ CHUNK_BYTES = 2**18  # about 30 ms of work: small enough that all cores stay bus
 SPLIT_HEAD_BYTES = 2**16  # the start of a document, which decides its split: the rest may not fit in memory
 
 SourcePosition = dict[str, int | str]  # a position in a source, as plain values for the journal
-Identity = dict[str, int | str]  # what must stay the same in a source between two runs on one set
+Identity = dict[str, int | str]  # properties of a source that must not change between two runs on one set
 
 
 class Piece(NamedTuple):
@@ -39,7 +39,7 @@ class BrokenRow(NamedTuple):
 
 
 class ChunkPart(Protocol):
-    """What a source yields. Parsed in the worker, so that parsing is parallel too."""
+    """A part of a chunk, parsed in the worker, so that parsing is parallel too."""
 
     def pieces(self, val_fraction: float) -> Iterator[Piece | BrokenRow]: ...
 
@@ -51,7 +51,7 @@ class Chunk:
     parts: tuple[ChunkPart, ...]
     size_bytes: int
     at: SourcePosition  # where the next chunk begins
-    read_bytes: int  # of the source file so far, as stored on disk: for the progress line
+    read_bytes: int  # of the source file so far, as stored on disk; for the progress line
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class TextPart:
     separator: bytes | None = None
     continues: bool = False  # the first document began in an earlier chunk
     ends: bool = True  # the last document ends here
-    is_val: bool | None = None  # of the first document, if already decided
+    is_val: bool | None = None  # split of the first document, if already decided
     end_of_text: bool = True
 
     def pieces(self, val_fraction: float) -> Iterator[Piece | BrokenRow]:
@@ -115,7 +115,7 @@ def decode(raw: bytes) -> tuple[str, bool]:
 
 
 def cut(piece: Piece) -> Iterator[Piece]:
-    """The piece in pieces of at most about a chunk: tokenizers' patterns fail on a million spaces in a row."""
+    """The piece cut into pieces of about a chunk at most: tokenizers' patterns fail on a million spaces in a row."""
     if len(piece.text) <= CHUNK_BYTES:
         yield piece
         return
@@ -138,7 +138,7 @@ def cut(piece: Piece) -> Iterator[Piece]:
 
 
 def in_val(document: bytes, val_fraction: float) -> bool:
-    """Whether a document belongs to the validation split: decided by a fixed hash of its beginning alone.
+    """Whether a document belongs to the validation split: decided only by a fixed hash of its beginning.
 
     So a document is on the same side in every set, and its copies are never on both.
     """
@@ -149,7 +149,7 @@ def in_val(document: bytes, val_fraction: float) -> bool:
 def cut_place(data: bytes, limit: int) -> int:
     """Where to cut, at or before `limit`: preferably between a letter or digit and a space or newline.
 
-    Neither GPT-2's pattern nor its successors' joins those. Failing that, between any other character and white space,
+    Neither GPT-2's pattern nor its successors' join those. Failing that, between any other character and white space,
     which is exact for GPT-2's pattern; failing that, between two characters.
     """
     lowest = limit // 2

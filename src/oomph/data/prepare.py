@@ -37,7 +37,7 @@ def prepare(
     """Make a set of token files in `out`, resume an unfinished one, or return a finished one.
 
     `say` gets each decision as a line. Raises `InputError` if the input is wrong and `DataError` if the work fails.
-    After either, and after an interruption, the same call goes on where this one stopped.
+    After either, and after an interruption, the same call continues where this one stopped.
     """
     reading = reading or ReadOptions()
     require("numpy", "oomph data")
@@ -71,7 +71,7 @@ def prepare(
 
 
 def default_workers(sources: Sequence[DocumentSource]) -> int:
-    """One process per core; one in all if there is little text."""
+    """One process per core; a single one if there is little text."""
     sizes = [source.size_bytes for source in sources]
     if all(size is not None for size in sizes) and sum(size or 0 for size in sizes) < SMALL_BYTES:
         return 1

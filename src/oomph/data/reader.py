@@ -1,18 +1,21 @@
-"""Token files to batches: memory-mapped windows whose order is computed, not stored.
+"""Token files to batches: windows are read as they are needed, in an order that is computed, not stored.
 
 The windows of a run form one endless numbered sequence, the same for any batch size and number of ranks. A step takes
 the next `batch_size × world_size` of them, rank by rank. So the state is one number, resuming is exact, no two ranks
-read the same window, and a run that halves its batch goes on with the very next window.
+read the same window, and a run that halves its batch continues with the very next window. The file is not mapped: the
+kernel would count every page that was ever read as this process's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Event, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from oomph.data.manifest import Manifest, find_dataset, read_manifest
 from oomph.errors import InputError, Problem
@@ -22,10 +25,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-RANDOM, EPOCHS = "random", "epochs"
-ORDERS = (RANDOM, EPOCHS)
+RANDOM, EPOCHS, EVEN = "random", "epochs", "even"
+ORDERS = (RANDOM, EPOCHS, EVEN)
+SAMPLED_PAGES, SAMPLED_BYTES = 64, 4096  # hashed to distinguish files of the same size
 AT_ONCE = 4096  # windows whose starts are computed together
-ROUNDS = 4  # of the shuffle: Luby and Rackoff proved four enough for a pseudo-random permutation
+ROUNDS = 4  # of the shuffle: Luby and Rackoff proved that four suffice for a pseudo-random permutation
 
 ReaderState = dict[str, int | str]
 
@@ -34,7 +38,9 @@ class Batches:
     """Endless batches of one split: `next()` returns x and y, int64 (batch, block) each, y one token later than x.
 
     order "random": windows begin anywhere, drawn uniformly with replacement, as in nanoGPT.
-    order "epochs": windows do not overlap; each is read once an epoch, in an order reshuffled for each epoch.
+    order "epochs": windows do not overlap; each is read once an epoch, in an order reshuffled for each epoch, and the
+    first begins at a different one of the first `block_size` tokens, so that borders between windows move too.
+    order "even": windows are spread evenly over the file, `even` of them, then the same again: for evaluations.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         state: ReaderState | None = None,
+        even: int = 1,
     ) -> None:
         self.batch_size, self.block_size = batch_size, block_size
         self.order, self.seed = order, seed
@@ -57,12 +64,14 @@ class Batches:
         folder = find_dataset(str(dataset))
         self.path = folder / f"{split}.bin"
         self.manifest = read_manifest(folder)
-        self._tokens, self._windows = _open(self.path, self.manifest, block_size)
+        self._file, self._dtype, self.tokens = _open(self.path, self.manifest, block_size)
+        self.even = min(even, max(1, (self.tokens - 1) // block_size))  # at most all non-overlapping windows
         self.position = 0  # windows read, over all ranks
         self._known: tuple[int, Any] = (
             0,
             (),
-        )  # (first window, starts of it and the next ones), computed many at a time
+        )  # (first window, starts from it on), computed many at a time
+        finalize(self, self._file.close)
         if state is not None:
             self.load_state(state)
 
@@ -82,13 +91,8 @@ class Batches:
 
     @property
     def epoch_windows(self) -> int:
-        """Windows per epoch: how many fit in the file without overlap."""
-        return (len(self._tokens) - 1) // self.block_size
-
-    @property
-    def epochs_done(self) -> float:
-        """Passes over the data so far, in tokens."""
-        return self.position * self.block_size / len(self._tokens)
+        """Windows per epoch: how many fit in the file without overlap, wherever the first begins."""
+        return max(1, (self.tokens - self.block_size) // self.block_size)
 
     def state(self) -> ReaderState:
         """What is needed to resume exactly here, as plain values for a checkpoint."""
@@ -97,8 +101,9 @@ class Batches:
             "seed": self.seed,
             "position": self.position,
             "block_size": self.block_size,
-            "tokens": len(self._tokens),
+            "tokens": self.tokens,
             "sha256": self._checksum(),
+            "sample": self._sample,
         }
 
     def load_state(self, state: ReaderState) -> None:
@@ -107,7 +112,7 @@ class Batches:
         problems = [
             Problem("the reader's state", f"{key} differs", found=str(state.get(key)), allowed=str(mine[key]))
             for key in mine
-            if key != "position" and state.get(key) != mine[key]
+            if key != "position" and state.get(key, "") != mine[key] and (key != "sample" or key in state)
         ]
         position = state.get("position")
         if not isinstance(position, int) or position < 0:
@@ -121,9 +126,23 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        rows = self._windows[self.starts()]  # (B, T + 1), copied out of the map in one go
+        rows = self._read(self.starts())  # (B, T + 1)
         self.position += self.batch_size * self.world_size
         return rows[:, :-1].astype("int64"), rows[:, 1:].astype("int64")
+
+    def _read(self, starts: NDArray[np.int64]) -> NDArray[Any]:
+        """The windows that begin at these tokens."""
+        import numpy as np
+
+        rows = np.empty((len(starts), self.block_size + 1), self._dtype)
+        try:
+            for row, start in zip(rows, starts.tolist(), strict=True):
+                self._file.seek(start * self._dtype.itemsize)
+                if self._file.readinto(row) != row.nbytes:
+                    raise InputError(Problem(str(self.path), "truncated while it was read", allowed="the whole file"))
+        except OSError as error:
+            raise InputError(Problem(str(self.path), "cannot be read", found=error.strerror)) from None
+        return rows
 
     def starts(self) -> NDArray[np.int64]:
         """Where the windows of this rank's next batch begin."""
@@ -141,18 +160,37 @@ class Batches:
 
         numbers = np.arange(first, first + count, dtype=np.uint64)
         if self.order == RANDOM:
+            drawn = _mixed(numbers, np.uint64(_key(self.seed, 0)))
+            return (drawn % np.uint64(self.tokens - self.block_size)).astype(np.int64)
+        if self.order == EVEN:
             return (
-                _mixed(numbers, np.uint64(_key(self.seed, 0))) % np.uint64(len(self._tokens) - self.block_size)
-            ).astype(np.int64)
-        size = self.epoch_windows
-        return _shuffled(numbers, size, self.seed).astype(np.int64) * self.block_size
+                (numbers % np.uint64(self.even)).astype(np.int64)
+                * (self.tokens - 1 - self.block_size)
+                // max(1, self.even - 1)
+            )
+        size = np.uint64(self.epoch_windows)
+        spare = np.uint64(min(self.block_size, self.tokens - int(size) * self.block_size))
+        shifts = _mixed(numbers // size, np.uint64(_key(self.seed, -1))) % spare
+        return (_shuffled(numbers, int(size), self.seed) * np.uint64(self.block_size) + shifts).astype(np.int64)
 
     def _checksum(self) -> str:
         return self.manifest.splits[self.path.stem].sha256 if self.manifest else ""
 
+    @cached_property
+    def _sample(self) -> str:
+        """A hash of a few pages all over the file, so that other data of the same size is noticed."""
+        from hashlib import blake2b
 
-def _open(path: Path, manifest: Manifest | None, block_size: int) -> tuple[Any, Any]:
-    """The file's tokens and all windows over them, both as views into the memory map."""
+        size = self.tokens * self._dtype.itemsize
+        found = blake2b(digest_size=16)
+        for page in range(SAMPLED_PAGES):
+            self._file.seek(max(0, size - SAMPLED_BYTES) * page // (SAMPLED_PAGES - 1))
+            found.update(self._file.read(SAMPLED_BYTES))
+        return found.hexdigest()
+
+
+def _open(path: Path, manifest: Manifest | None, block_size: int) -> tuple[Any, Any, int]:
+    """The file, the type of its tokens and their number."""
     import numpy as np
 
     dtype = np.dtype(manifest.dtype if manifest else "uint16").newbyteorder("<")
@@ -169,10 +207,9 @@ def _open(path: Path, manifest: Manifest | None, block_size: int) -> tuple[Any, 
                     allowed=f"at least {block_size + 1:,}, or a smaller block_size",
                 )
             )
-        tokens = np.memmap(path, dtype=dtype, mode="r")
+        return path.open("rb", buffering=0), dtype, size // dtype.itemsize
     except OSError as error:
         raise InputError(Problem(str(path), "cannot be read", found=error.strerror)) from None
-    return tokens, np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), block_size + 1)
 
 
 def _key(seed: int, number: int) -> int:
@@ -183,7 +220,7 @@ def _key(seed: int, number: int) -> int:
 
 
 def _mixed(numbers: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 random bits for each number: SplitMix64 (Steele, Lea, Flood 2014), whose n-th output needs no others."""
+    """64 random bits for each number: SplitMix64 (Steele, Lea, Flood 2014), whose n-th output needs no earlier ones."""
     import numpy as np
 
     mixed = numbers * np.uint64(0x9E3779B97F4A7C15) + key

@@ -1,4 +1,4 @@
-"""What a set is made from. The same recipe makes the same bytes; an unfinished set refuses any other recipe."""
+"""The recipe of a set. The same recipe makes the same bytes; an unfinished set refuses any other recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Splitting:
 
 
 def choose_splitting(by: str | None, val_fraction: float | None, single: bool) -> Splitting:
-    """Split by a hash of each document, or at the end of a single text: as asked for, else decided here."""
+    """Split by a hash of each document, or at the end of a single text: as requested, else decided here."""
     if val_fraction is not None and not 0 <= val_fraction < 1:
         raise InputError(
             Problem("--val_fraction", "out of range", found=str(val_fraction), allowed="from 0 to below 1")

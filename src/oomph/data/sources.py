@@ -1,4 +1,4 @@
-"""What the user names, as sources in a fixed order: files, folders, globs, `-`, `hf:NAME`, `builtin:python`."""
+"""The sources that the user names, in a fixed order: files, folders, globs, `-`, `hf:NAME`, `builtin:python`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DocumentSource(Protocol):
 
     @property
     def identity(self) -> Identity:
-        """What must stay the same between two runs on one set."""
+        """The properties that must not change between two runs on one set."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class ReadOptions:
 
     text_key: str = "text"  # the key or column of the text: JSON lines, parquet, hub datasets
     separator: str | None = None  # between documents of plain text; None: each file is one document
-    format: str = TEXT  # of standard input, and of files whose name does not say
+    format: str = TEXT  # of standard input, and of files whose name does not imply one
 
 
 @dataclass
@@ -98,7 +98,7 @@ def resolve(names: Sequence[str], reading: ReadOptions) -> FoundSources:
 
 
 def single_text(sources: Sequence[DocumentSource]) -> TextSource | None:
-    """The source, if there is only one and it is a plain text file, as nanoGPT's Shakespeare is; else None."""
+    """The source, if there is only one and it is a plain text file, like nanoGPT's Shakespeare; else None."""
     first = sources[0] if len(sources) == 1 else None
     return first if isinstance(first, TextSource) and first.name != "-" and first.separator is None else None
 
@@ -113,7 +113,7 @@ def split_by_tail(text: TextSource, val_fraction: float) -> list[DocumentSource]
 
 
 def standard_library() -> list[Path]:
-    """The standard library's Python files, without its tests, which not every machine has, in a fixed order."""
+    """The standard library's Python files in a fixed order, without its tests, which not every machine has."""
     import sysconfig
 
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -19,12 +19,12 @@ ZSTANDARD_BYTES = 2**10  # of input at a time: four bytes may expand to 128 KiB,
 
 
 class ByteStream(Protocol):
-    """Bytes from where it was opened. `read` returns fewer than asked only at the end."""
+    """Bytes from where it was opened. `read` returns fewer than requested only at the end."""
 
     def read(self, size: int) -> bytes: ...
 
     def mark(self, used: bytes) -> SourcePosition:
-        """What the journal must record once `used` bytes have become documents."""
+        """The position for the journal to record once `used` bytes have become documents."""
         ...
 
     @property
@@ -89,10 +89,10 @@ class FileStream:
 
 
 class StandardInput:
-    """Standard input. To resume, it is read again from the beginning and must be the same up to where work stopped."""
+    """Standard input. On resuming, it is read again from the start and must be the same up to where work stopped."""
 
     def __init__(self, at: SourcePosition) -> None:
-        if sys.stdin is None:  # a program can be started without one
+        if sys.stdin is None:  # a program can be started without standard input
             raise InputError(Problem("-", "standard input is closed", allowed="text from a pipe or a file"))
         self._file = sys.stdin.buffer
         self._digest = hashlib.sha256()
@@ -122,7 +122,7 @@ class StandardInput:
     def _fully(self, size: int) -> bytes:
         try:
             return _fully(self._file, size)
-        except (OSError, ValueError) as error:  # ValueError: it was closed
+        except (OSError, ValueError) as error:  # ValueError: closed
             reason = getattr(error, "strerror", None) or str(error)
             raise InputError(Problem("-", "standard input cannot be read", found=reason)) from None
 
@@ -153,7 +153,7 @@ class _Zstandard:
 
     def __init__(self, raw: IO[bytes], context: Any) -> None:
         self._raw, self._context = raw, context
-        self._frame: Any = None  # the current one; None between two
+        self._frame: Any = None  # the current frame; None between two
         self._input = self._output = b""
         self._given = 0  # bytes of the output already returned
 

@@ -43,12 +43,12 @@ JOURNAL_SECONDS = 2.0
 
 @dataclass
 class Prepared:
-    """What a run of `oomph data` did."""
+    """The result of `oomph data`."""
 
     folder: Path
     manifest: Manifest
     already: bool = False  # the set was already finished
-    resumed_tokens: int = 0  # made by an earlier run
+    resumed_tokens: int = 0  # tokens from an earlier run
     seconds: float = 0.0
     workers: int = 1
     notes: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Task:
         return Prepared(self.out, manifest, already=True)
 
     def run(self, overwrite: bool, workers: int, show_progress: bool) -> Prepared:
-        """Resume the unfinished set or begin one, and finish it."""
+        """Resume the unfinished set or start one, and finish it."""
         began = time.monotonic()
         if not overwrite:
             self._refuse_foreign_files()
@@ -116,7 +116,7 @@ class Task:
         return done
 
     def _refuse_foreign_files(self) -> None:
-        """Files that oomph did not make are replaced only with --overwrite."""
+        """Refuse to replace files that oomph did not make, unless --overwrite."""
         if (self.out / WORK / MANIFEST).exists():
             return  # ours: a run was killed while moving them here
         foreign = [name for name in SET_FILES if (self.out / name).exists()]
@@ -190,10 +190,10 @@ class Task:
         return learn(self.spec, chunks, folder, self.splitting.val_fraction, many, self.take)
 
     def _fill(self, files: TokenFiles, settings: EncodeSettings, workers: int, show_progress: bool) -> None:
-        """Write until the sources end or enough is taken. Saves the journal however it ends."""
+        """Write until the sources end or `take` is reached. Saves the journal however it ends."""
         sizes = [source.size_bytes for source in self.sources]
         total = None if None in sizes else sum(size or 0 for size in sizes)
-        progress: Progress | None = None
+        progress: PreparationProgress | None = None
         saved = time.monotonic()
         chunks = self._chunks(files.journal.source, files.journal.at)
         try:
@@ -202,7 +202,9 @@ class Task:
                     raise InputError(encoded.problem)
                 enough = _append(files, encoded, cursor, self.take)
                 if progress is None:
-                    progress = Progress(show_progress, total, self.take, cursor.read_bytes, files.journal.tokens)
+                    progress = PreparationProgress(
+                        show_progress, total, self.take, cursor.read_bytes, files.journal.tokens
+                    )
                 progress.update(cursor.read_bytes, files.journal.tokens)
                 if enough:
                     break
@@ -362,8 +364,8 @@ def _emptiness(journal: Journal) -> str:
 TERMINAL_SECONDS, PLAIN_SECONDS = 0.2, 10.0
 
 
-class Progress:
-    """Written to standard error, so that standard output has only the result."""
+class PreparationProgress:
+    """The progress line, on standard error, so that standard output has only the result."""
 
     def __init__(
         self, shown: bool, total_bytes: int | None, take: int | None, begun_bytes: int, begun_tokens: int

@@ -1,5 +1,5 @@
-"""Tokenizers: texts to arrays of token ids, and ids back to text. Ready ones, and vocabularies learned from the data:
-its characters, or a byte-level BPE."""
+"""Tokenizers: text to arrays of token ids, and ids back to text. Ready-made ones, and vocabularies learned from the
+data: its characters, or a byte-level BPE."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from oomph.data.errors import printable, require
 from oomph.data.manifest import MANIFEST, META_PICKLE, TOKENIZER, read_manifest, read_meta_pickle
+from oomph.data.pieces import Chunk, Piece
+from oomph.data.work import WorkFolder
 from oomph.errors import InputError, Problem, nearest
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-
-from contextlib import contextmanager
-
-from oomph.data.pieces import Chunk, Piece
-from oomph.data.work import WorkFolder
 
 GPT2_VOCAB_SIZE = 50257
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 50256  # GPT-2's
@@ -31,7 +28,7 @@ TOKENIZERS = "gpt2, bytes, chars, bpe:SIZE (such as bpe:8192), or the path of a 
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer does. It is pickled and sent to worker processes."""
+    """The interface of every tokenizer. It is pickled and sent to worker processes."""
 
     name: str
     vocab_size: int
@@ -49,7 +46,7 @@ class Gpt2Tokenizer:
     name = "gpt2"
     vocab_size = GPT2_VOCAB_SIZE
     end_of_text: int | None = END_OF_TEXT_ID
-    # Of the 50,000 merges, one a line, without the version line: the same in OpenAI's vocab.bpe and HF's merges.txt.
+    # Of the 50,000 merges, one per line, without the version line: the same in OpenAI's vocab.bpe and HF's merges.txt.
     sha256 = "04e3597d7996f292ca9b8b7285ca4d58a6ae171ac47d73fc7140ceb0c7a6bbc0"
 
     def __init__(self, tokenizer_dir: Path | None = None) -> None:
@@ -65,7 +62,7 @@ class Gpt2Tokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes, and one more id between documents."""
+    """UTF-8 bytes, and one extra id between documents."""
 
     name = "bytes"
     vocab_size = 257
@@ -82,7 +79,7 @@ class ByteTokenizer:
 
 
 class CharTokenizer:
-    """Characters in the order of their code points, as nanoGPT numbers them; one more id between documents."""
+    """Characters in order of code points, as nanoGPT numbers them; one extra id between documents."""
 
     name = "chars"
 
@@ -140,7 +137,7 @@ class JsonTokenizer:
         self.end_of_text: int | None = end_of_text
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokenizer": None}  # the library's pickling forgets `encode_special_tokens`
+        return {**self.__dict__, "_tokenizer": None}  # the library's pickling loses `encode_special_tokens`
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -187,7 +184,7 @@ def check_spec(spec: str, end_of_text: str | None = None) -> None:
 
 
 def load_tokenizer(spec: str, tokenizer_dir: Path | None, end_of_text: str | None) -> Tokenizer:
-    """The tokenizer that `--tokenizer` names, if it need not be learned."""
+    """The tokenizer that `--tokenizer` names, if it does not have to be learned."""
     if spec == "gpt2":
         return Gpt2Tokenizer(tokenizer_dir)
     if spec == "bytes":
@@ -200,7 +197,7 @@ def load_tokenizer(spec: str, tokenizer_dir: Path | None, end_of_text: str | Non
 def tokenizer_of(folder: Path, tokenizer_dir: Path | None, vocab_size: int | None) -> Tokenizer:
     """The tokenizer that made the token files in `folder`.
 
-    A folder that names none was made by nanoGPT with GPT-2's, unless the model's `vocab_size` is too small for it.
+    A folder that names none is assumed to be nanoGPT's, made with GPT-2's, unless `vocab_size` is too small for it.
     """
     manifest = read_manifest(folder)
     name = manifest.tokenizer.name if manifest is not None else None
@@ -272,12 +269,12 @@ def _end_of_text_name(vocabulary: dict[str, int], asked: str | None, where: str)
 
 
 MERGES_FILES = ("vocab.bpe", "merges.txt")
-# tiktoken caches what it downloads under the SHA-1 of its URL.
+# tiktoken caches its downloads under the SHA-1 of the URL.
 _VOCAB_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 
 
 def gpt2_encoding(tokenizer_dir: Path | None) -> Any:
-    """GPT-2's `tiktoken.Encoding`, built from `vocab.bpe` alone. Raises `InputError` that lists where it looked."""
+    """GPT-2's `tiktoken.Encoding`, built only from `vocab.bpe`. Raises an `InputError` that lists where it looked."""
     tiktoken = require("tiktoken", "--tokenizer gpt2")
     pattern = require("tiktoken_ext.openai_public", "--tokenizer gpt2").r50k_pat_str  # GPT-2's, rewritten for speed
     looked: list[str] = []
@@ -355,7 +352,7 @@ def _ranks(merges: list[tuple[str, str]]) -> dict[bytes, int]:
     return ranks
 
 
-SAMPLE_BYTES = 2**26  # how much of the training documents a BPE is trained on, from the first
+SAMPLE_BYTES = 2**26  # a BPE is trained on this much of the training documents, from the first
 CHARACTERS = "characters.txt"
 
 
@@ -428,7 +425,7 @@ def _pieces(chunks: Iterator[Chunk], val_fraction: float) -> Iterator[Piece]:
 
 @contextmanager
 def library_parallelism(on: bool) -> Iterator[None]:
-    """Whether the tokenizers library may use threads: yes for training, no beside our worker processes."""
+    """Set whether the tokenizers library may use threads: yes for training, no beside our worker processes."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if on else "false"
     try:

@@ -100,7 +100,7 @@ class WorkFolder:
     def publish(self, names: Sequence[str]) -> None:
         """Move the complete files to their final names, the manifest last. Can be resumed if killed at any point."""
         try:
-            (self.out / MANIFEST).unlink(missing_ok=True)  # from a set that is being replaced
+            (self.out / MANIFEST).unlink(missing_ok=True)  # of a set that is being replaced
             for name in SET_FILES:
                 if name not in names:
                     (self.out / name).unlink(missing_ok=True)  # likewise
@@ -166,7 +166,7 @@ class TokenFiles:
         return digest if not split.tokens or digest.hexdigest() == split.sha256 else None
 
     def append(self, data: dict[str, memoryview], journal: Journal) -> None:
-        """Append tokens to the splits and take over the journal that includes them."""
+        """Append tokens to the splits and adopt the journal that includes them."""
         digests = {}
         for name in SPLITS:
             digests[name] = self._state[1][name].copy()
@@ -209,7 +209,7 @@ class TokenFiles:
 def _take_lock(file: IO[bytes], out: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: two runs at once are not noticed
+    except ImportError:  # Windows: two runs at once go undetected
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

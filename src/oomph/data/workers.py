@@ -123,8 +123,8 @@ def encode_all(
 class _Pool:
     """Processes, and a thread for each that hands it a chunk and waits for the result.
 
-    Each process has a pipe of its own, which breaks when it ends. In an executor they share one: killed in the middle
-    of writing, a process leaves the others waiting for ever.
+    Each process has its own pipe, which breaks when it ends. In an executor they share one: a process killed while
+    writing leaves the others waiting forever.
     """
 
     def __init__(self, workers: int, settings: EncodeSettings) -> None:
@@ -141,7 +141,7 @@ class _Pool:
         self._threads = ThreadPoolExecutor(workers)
 
     def submit(self, parts: tuple[ChunkPart, ...]) -> Future[Encoded]:
-        """The result to come. It fails with EOFError or OSError where its process ends."""
+        """A future of the result. It fails with EOFError or OSError if its process ends."""
         return self._threads.submit(self._ask, parts)
 
     def _ask(self, parts: tuple[ChunkPart, ...]) -> Encoded:
@@ -150,11 +150,11 @@ class _Pool:
             pipe.send(parts)
             result: Encoded = pipe.recv()
         finally:
-            self._idle.put(pipe)  # a broken one too: whoever gets it next fails likewise, and does not wait
+            self._idle.put(pipe)  # a broken one too: the next to get it fails as well, and does not wait
         return result
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """Kill all processes, whatever they are doing."""
         for process in self._processes:
             process.kill()
         self._threads.shutdown(cancel_futures=True)
@@ -183,7 +183,7 @@ def _in_order(pool: _Pool, chunks: Iterator[tuple[Chunk, Any]], ahead: int) -> I
 
 
 def _work(pipe: Connection, settings: EncodeSettings) -> None:
-    """Run in a process: one chunk after another until the parent is gone. Ctrl-C is the parent's to handle."""
+    """Runs in a process: one chunk after another until the parent is gone. The parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     Thread(target=exit_with_parent, daemon=True).start()
@@ -201,7 +201,7 @@ def exit_with_parent() -> None:
 
 
 def _start_method() -> str:
-    """Forking shares the tokenizer's tables at once, but is safe only while this process has a single thread."""
+    """How to start processes: forking shares the tokenizer's tables, but is safe only with a single thread."""
     if sys.platform != "linux":
         return "spawn"
     return "fork" if len(os.listdir("/proc/self/task")) == 1 else "spawn"  # noqa: PTH208

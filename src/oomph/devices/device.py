@@ -1,4 +1,4 @@
-"""`Device`: what is known of a GPU or CPU, and the rules for figures that nobody has published."""
+"""`Device`: what is known about a GPU or CPU, and the rules for figures that nobody has published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DeviceKind = Literal["cuda", "rocm", "mps", "cpu"]
 
 
 class Rate(NamedTuple):
-    """Multiply-adds per clock and multiprocessor, with fp32 accumulation; 0 where there is no such unit."""
+    """Multiply-adds per clock and multiprocessor, with fp32 accumulation; 0 if there is no such unit."""
 
     half: int  # fp16, and bf16 from compute capability 8.0
     tf32: int
@@ -50,30 +50,30 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     rate_class: str | None = None  # key of RATES
     compute_capability: float | None = None  # 8.9; NVIDIA only
     sm_count: int | None = None  # multiprocessors, compute units or GPU cores; None for a CPU
-    threads: int | None = None  # a CPU's, that this process may use
-    cpu_rates: CpuRates | None = None  # a CPU's, measured
+    threads: int | None = None  # of a CPU, usable by this process
+    cpu_rates: CpuRates | None = None  # of a CPU, measured
     boost_mhz: int | None = None  # the clock its peaks are for
     memory_mib: int  # as nvidia-smi shows it; a CPU's RAM
     usable_mib: int  # what one process can use on Linux without a desktop
     context_mib: int  # what CUDA takes before the first tensor; on a CPU, Python with torch
-    optimizer_mib: int = 0  # on a CPU: what a program adds to that by making an optimizer of torch.optim
-    transformers_mib: int = 0  # and by importing a model of transformers
+    optimizer_mib: int = 0  # on a CPU: added by creating a torch.optim optimizer
+    transformers_mib: int = 0  # on a CPU: added by importing a transformers model
     bandwidth_gbs: float | None = None  # 1e9 bytes a second
     tflops_fp16: float | None = None  # dense peaks with fp32 accumulation, 1e12 operations a second
     tflops_bf16: float | None = None
     tflops_tf32: float | None = None
     tflops_fp32: float | None = None
-    bf16_emulated_tflops: float | None = None  # measured, where there is no bf16 hardware
+    bf16_emulated_tflops: float | None = None  # measured, if there is no bf16 hardware
     gemm_tflops_low: float | None = None  # large products in half precision as measured with PyTorch
     gemm_tflops_high: float | None = None
     watts: float | None = None  # board power (TDP)
-    drawn_watts: float | None = None  # in training, where `oomph check --save` measured it
-    eager_ratio: float = 1.0  # a measured step over the predicted one, where `oomph check --save` found it
+    drawn_watts: float | None = None  # in training, if `oomph check --save` measured it
+    eager_ratio: float = 1.0  # measured step time over predicted, if `oomph check --save` measured it
     compiled_ratio: float = 1.0  # the same under torch.compile
     usd_per_hour_low: float | None = None  # on demand, cheapest provider
-    usd_per_hour_high: float | None = None  # on demand, dearest provider
+    usd_per_hour_high: float | None = None  # on demand, most expensive provider
     has_bf16: bool  # in hardware
-    usual: bool = False  # the one meant by a name that fits several memory sizes
+    usual: bool = False  # the one meant by a name that matches several memory sizes
     aliases: tuple[str, ...] = ()
     source: str = ""  # where the figures come from
     notes: tuple[str, ...] = ()  # what a reader should know
@@ -85,14 +85,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether half precision has units of its own (as far as NVIDIA's classes tell)."""
+        """Whether it has separate units for half precision (known for NVIDIA's classes)."""
         return self.kind == "cuda" and (self.rate_class is None or RATES.get(self.rate_class, Rate(1, 0, 0)).half > 0)
 
     def peak_tflops(self, dtype: str, allow_tf32: bool = True) -> float | None:
-        """Dense peak of matrix products in `dtype`, TFLOPS; None where it is not known.
+        """Dense peak of matrix products in `dtype`, TFLOPS; None if it is not known.
 
-        float32 with `allow_tf32` runs on tensor cores where they take it. bfloat16 without hardware
-        is emulated: the measured rate, or a tenth of float16's, the middle of those measured.
+        float32 with `allow_tf32` runs on tensor cores that support it. bfloat16 without hardware
+        is emulated: the measured rate, or a tenth of float16's, the middle of the measured rates.
         """
         if dtype == "bfloat16":
             if self.has_bf16:
@@ -108,7 +108,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usable_by_rule(memory_mib: int, kind: DeviceKind = "cuda") -> int:
-    """MiB one process can use of a device whose own figure nobody has reported."""
+    """MiB that one process can use, for a device without a reported figure."""
     if kind == "mps":  # Metal's recommended working set, as llama.cpp's logs show it: 2/3 up to 32 GiB, then 3/4
         return memory_mib * 2 // 3 if memory_mib <= 32768 else memory_mib * 3 // 4
     return max(0, memory_mib - max(300, round(0.019 * memory_mib)))  # the driver's reserve, on Linux
@@ -119,5 +119,5 @@ def context_by_rule(sm_count: int | None, arch: str = "", kind: DeviceKind = "cu
     if kind in ("mps", "cpu"):
         return 0
     if sm_count is None or kind != "cuda":
-        return 300  # what PyTorch's maintainers name as usual since CUDA 11.7; nobody has published AMD's
+        return 300  # PyTorch's maintainers call this usual since CUDA 11.7; nobody has published AMD's
     return round(145 + 2.15 * sm_count) - (70 if arch == "Turing" else 0)

@@ -1,4 +1,4 @@
-"""The device that a name means, as people type it and as nvidia-smi and torch print it; or a card by its numbers.
+"""The device for a name, as people type it or as nvidia-smi and torch print it; or a card from its numbers.
 
 Names are compared word by word, never as substrings: "a40" does not match "A4000", and "4070" is the desktop card, not
 the Ti, SUPER or laptop one. A name that fits cards of different memory is an error that lists them: a wrong guess costs
@@ -21,11 +21,11 @@ from oomph.errors import InputError, Problem, nearest
 
 BY_NUMBERS = "describe the card with --gpu_mib, --gpu_tflops, --gpu_gbs and --gpu_watts"
 
-# Words that never tell two devices apart.
+# Words that never distinguish two devices.
 _MAKERS = {"nvidia", "amd", "apple", "geforce", "tesla", "radeon", "instinct"}
 _MEMORY_KINDS = {"hbm2", "hbm2e", "hbm3", "hbm3e", "gddr5", "gddr5x", "gddr6", "gddr6x", "gddr7", "gb", "gib", "g"}
 _NOISE = _MAKERS | _MEMORY_KINDS | {"gpu", "graphics", "card", "generation", "edition"}
-# Words of a device's name that may be left out.
+# Words in a device's name that may be left out.
 _OPTIONAL = frozenset(
     ("rtx", "gtx", "rx", "quadro", "ada", "blackwell", "workstation", "pascal", "sxm", "pcie", "nvl", "per", "gcd")
 )
@@ -52,10 +52,10 @@ class Words(NamedTuple):
 
 
 def find(name: str, memory_mib: int | None = None) -> Device:
-    """The catalogue's device for `name`. Raises `InputError` where none fits, or several do.
+    """The catalogue's device for `name`. Raises `InputError` if none matches, or several do.
 
-    `memory_mib` is the card's real total, as nvidia-smi prints it: it decides between cards of one name, and the device
-    returned has it.
+    `memory_mib` is the card's real total, as nvidia-smi prints it: it decides between cards of one name, and is set
+    in the returned device.
     """
     fitting = list(_exact().get(_plain(name), ()))
     if len(fitting) != 1:
@@ -71,6 +71,42 @@ def find(name: str, memory_mib: int | None = None) -> Device:
     return _one_form(name, fitting)
 
 
+_BEFORE = re.compile(r"^\s*(\d{1,6})\s*[x×*]\s*(\S.*?)\s*$", re.IGNORECASE)
+_AFTER = re.compile(r"^\s*(.*[\d\s)])[x×*]\s*(\d{1,6})\s*$", re.IGNORECASE)
+_MODEL_DIGITS = 3  # at least, in a number that names a card: 2x4090 and 4090x2 are two cards
+
+
+MACHINE_CARDS = 8  # on an NVIDIA HGX board and in most servers
+
+
+def all_cards(count: int, nodes: int | None) -> tuple[int, int]:
+    """How many cards there are, and in how many machines: `count` in each of `nodes`. If the number of machines is
+    not given, more cards than one holds are in several full ones."""
+    if nodes is not None:
+        return count * nodes, nodes
+    several = count > MACHINE_CARDS and count % MACHINE_CARDS == 0
+    return count, count // MACHINE_CARDS if several else 1
+
+
+def split_count(name: str) -> tuple[str, int | None]:
+    """The card's name and the number of cards in "8xH100", "4090x4" and "RTX 3090 x2"; None if there is no number.
+
+    With a number, an ambiguous name means the SXM card of that name, if only one such card is for rent.
+    """
+    if (found := _BEFORE.match(name)) and len(found[1]) < _MODEL_DIGITS + (not found[2].isdigit()):
+        return _on_a_board(found[2]), int(found[1])
+    if (found := _AFTER.match(name)) and found[1].strip():
+        return _on_a_board(found[1].strip()), int(found[2])
+    return name, None
+
+
+def _on_a_board(name: str) -> str:
+    fitting = _fitting(take_apart(name)) if _plain(name) not in _exact() else []
+    boards = [device for device in fitting if "SXM" in device.name and device.usd_per_hour_low is not None]
+    ambiguous = len({device.memory_mib for device in fitting}) > 1 and not any(device.usual for device in fitting)
+    return boards[0].name if ambiguous and len(boards) == 1 else name
+
+
 def with_memory(device: Device, memory_mib: int) -> Device:
     """The card with another memory total; old drivers report up to 2 % less for the same memory."""
     if memory_mib == device.memory_mib:
@@ -81,7 +117,7 @@ def with_memory(device: Device, memory_mib: int) -> Device:
 
 
 def take_apart(name: str) -> Words:
-    """The words of a name that tell its model, and the memory it states."""
+    """The words of a name that identify its model, and the memory it states."""
     text = re.sub(r"max[\s_-]?q\b", "maxq", name.lower())
     words: list[str] = []
     for chunk in re.findall(r"[a-z0-9]+", text):
@@ -102,7 +138,7 @@ def take_apart(name: str) -> Words:
 
 
 def _unglue(chunk: str) -> list[str]:
-    """ "rtx4070ti" into its words; letters and digits of a model such as "a100" stay together."""
+    """Split "rtx4070ti" into its words; letters and digits of a model such as "a100" stay together."""
     words: list[str] = []
     while glued := _BRAND_GLUED.match(chunk):
         words.append(glued[1])
@@ -132,7 +168,7 @@ def _model_words() -> tuple[tuple[Device, frozenset[str], frozenset[str]], ...]:
 
 @cache
 def _exact() -> dict[str, tuple[Device, ...]]:
-    """Every name and alias, as typed without case and maker, and the devices that carry it."""
+    """Every name and alias, without case and maker, and the devices that have it."""
     names: dict[str, tuple[Device, ...]] = {}
     for device in all_devices():
         for name in dict.fromkeys(_plain(name) for name in (device.name, *device.aliases)):
@@ -169,7 +205,7 @@ def _is_size(device: Device, marketed_mib: int) -> bool:
 
 
 def _one_form(name: str, fitting: Sequence[Device]) -> Device:
-    """The first device; where there are others, which differ in their socket or are less usual, with a note."""
+    """The first device; with a note if there are others, which differ in their socket or are less usual."""
     first, *others = fitting
     if not others:
         return first
@@ -197,7 +233,7 @@ def _unknown(name: str) -> Problem:
 
 
 def _nearest(model: frozenset[str]) -> list[Device]:
-    """Up to three devices that share most words with a name that fits none, else the closest in spelling."""
+    """Up to three devices that share most words with an unknown name, else the closest in spelling."""
     model -= _OPTIONAL
     shared = {device.name: (len(model & must), -len(model ^ must)) for device, must, _ in _model_words()}
     best = max(shared.values())
@@ -266,7 +302,7 @@ def _allowed(option: str) -> str:
 
 
 def _known(name: str | None, memory_mib: int | None, problems: list[Problem]) -> Device | None:
-    """The catalogue's card of that name. An unknown name is allowed where the memory is given."""
+    """The catalogue's card of that name. An unknown name is allowed if the memory is given."""
     if name is None:
         return None
     try:
@@ -314,6 +350,10 @@ def _with_figures(device: Device, tflops: float | None, gbs: float | None, watts
     if gbs is not None:
         device = replace(device, bandwidth_gbs=gbs)
     if watts is not None:
+        if device.watts and watts < device.watts and device.gemm_tflops_low and device.gemm_tflops_high:
+            slower = (watts / device.watts) ** (1 / 3)  # power grows with the cube of the clock, as voltage follows it
+            low, high = slower * device.gemm_tflops_low, slower * device.gemm_tflops_high
+            device = replace(device, gemm_tflops_low=low, gemm_tflops_high=high)
         device = replace(device, watts=watts)
     if given and device.source != "given":
         device = replace(device, source=f"{device.source}; {', '.join(given)} as given")
@@ -325,12 +365,12 @@ TABLE = Path(__file__).with_name("catalogue.txt")
 
 @cache
 def all_devices() -> tuple[Device, ...]:
-    """Every device of the catalogue: by maker and generation, then class, then speed or memory."""
+    """Every device in the catalogue: by maker and generation, then class, then speed or memory."""
     return tuple(parse(TABLE.read_text(encoding="utf-8")))
 
 
 def parse(text: str) -> Iterator[Device]:
-    """The devices of a table in the catalogue's format."""
+    """The devices in a table of the catalogue's format."""
     section: tuple[str, str, str, str] | None = None
     figures: list[str] = []
     details: dict[str, str] = {}
@@ -352,7 +392,7 @@ def parse(text: str) -> Iterator[Device]:
 
 
 def _devices(section: tuple[str, str, str, str], figures: list[str], details: dict[str, str]) -> Iterator[Device]:
-    """One device, or one for each size where the memory column lists several."""
+    """One device, or one for each size if the memory column lists several."""
     rate_class, vendor, kind_text, arch = section
     kind = cast(DeviceKind, kind_text)
     name, capability, sm, mhz, memory, usable, context, *rest = figures

@@ -16,14 +16,14 @@ from oomph.devices.lookup import custom, find, with_memory
 from oomph.errors import InputError
 from oomph.units import MIB
 
-SKIP_MEASURING = "OOMPH_MEASURE"  # set to 0, the CPU is never measured
+SKIP_MEASURING = "OOMPH_MEASURE"  # if set to 0, the CPU is never measured
 BF16_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"))  # the last is ARM's name
 
 
 def detect(device: str = "cuda", measure: bool = True) -> Device:
     """The device that `device` ("cuda", "cuda:1", "mps", "cpu") means on this machine.
 
-    Where there is none it is the CPU, with a note. With `measure=False`, or OOMPH_MEASURE=0 in the environment, the
+    If there is none, the CPU, with a note. With `measure=False`, or OOMPH_MEASURE=0 in the environment, the
     CPU's rates are known only if they are cached.
     """
     kind, _, index = device.partition(":")
@@ -44,7 +44,7 @@ def may_measure() -> bool:
 
 
 def this_cpu(measure: bool = True) -> Device:
-    """This machine's CPU, with measured rates where torch is installed."""
+    """This machine's CPU, with measured rates if torch is installed."""
     cpu = read_cpu()
     measure = measure and may_measure()
     device = Device(
@@ -59,13 +59,13 @@ def this_cpu(measure: bool = True) -> Device:
         has_bf16=cpu.has_bf16,
         source="this machine",
     )
-    rates = cpu_rates(cpu.name, cpu.threads, cpu.has_bf16, measure)
+    rates = cpu_rates(cpu.name, cpu.threads, measure)
     if rates is None:
         why = "was not measured." if torch_version() else "is not known: pip install 'oomph[train]' measures it."
         return replace(device, notes=(f"The CPU's speed {why}",))
     busy = (
-        f"Other programs used the CPU for {rates.waited:.0%} of the time while its speed was measured: it is faster "
-        "than this, and will be measured again next time.",
+        f"Other programs used the CPU for {rates.waited:.0%} of the time while its speed was measured: alone it may be "
+        "faster than this, and it will be measured again next time.",
     )
     return replace(
         device,
@@ -75,7 +75,8 @@ def this_cpu(measure: bool = True) -> Device:
         optimizer_mib=round(rates.optimizer_mib or 0),
         transformers_mib=round(rates.transformers_mib or 0),
         bandwidth_gbs=rates.copy_gbs,
-        tflops_bf16=rates.tflops_bf16,
+        tflops_bf16=rates.tflops_bf16 if cpu.has_bf16 else None,
+        bf16_emulated_tflops=None if cpu.has_bf16 else rates.tflops_bf16,
         tflops_fp32=rates.tflops_fp32,
         gemm_tflops_low=rates.tflops_fp32,
         gemm_tflops_high=rates.tflops_fp32,
@@ -84,7 +85,7 @@ def this_cpu(measure: bool = True) -> Device:
 
 
 def _nvidia(index: int) -> Device | None:
-    """The card with that CUDA index, as NVML describes it; None where there is none."""
+    """The card with that CUDA index, as NVML describes it; None if there is none."""
     try:
         import pynvml
     except ImportError:
@@ -103,7 +104,7 @@ def _nvidia(index: int) -> Device | None:
 
 
 def _handle(pynvml: Any, index: int) -> Any:
-    """NVML's handle of a CUDA index, by CUDA_VISIBLE_DEVICES, which renumbers and hides cards; None where hidden."""
+    """NVML's handle for a CUDA index, given CUDA_VISIBLE_DEVICES, which renumbers and hides cards; None if hidden."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -133,7 +134,7 @@ def _from_nvml(pynvml: Any, handle: Any) -> Device:
 def _power_limit(pynvml: Any, handle: Any) -> float | None:
     try:
         return float(pynvml.nvmlDeviceGetPowerManagementDefaultLimit(handle)) / 1000
-    except pynvml.NVMLError:  # laptops and virtual machines may not tell
+    except pynvml.NVMLError:  # laptops and virtual machines may not report it
         return None
 
 
@@ -155,9 +156,9 @@ class Cpu(NamedTuple):
     """The processor and its memory, as the operating system reports them."""
 
     name: str
-    threads: int  # that this process may use
+    threads: int  # usable by this process
     memory_mib: int  # RAM, or the container's limit
-    available_mib: int  # of it, now
+    available_mib: int  # of that, available now
     has_bf16: bool
 
 
@@ -169,7 +170,7 @@ def read_cpu(root: Path = Path("/"), platform: str = sys.platform) -> Cpu:
 
 
 def usable_threads(root: Path = Path("/")) -> int:
-    """Threads a process gets: OMP_NUM_THREADS where set, else the affinity mask within the container's quota."""
+    """Threads a process gets: OMP_NUM_THREADS if set, else the affinity mask within the container's quota."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -189,7 +190,7 @@ def _model(root: Path, platform: str) -> tuple[str, frozenset[str]]:
     if not name and platform == "darwin":
         name = _sysctl("machdep.cpu.brand_string")
     if not name:
-        import platform as machine  # slow to import, and rarely needed
+        import platform as machine  # slow to import, rarely needed
 
         name = machine.processor() or machine.machine() or "CPU"
     return " ".join(name.split()), flags
@@ -216,7 +217,7 @@ def _memory_mib(root: Path, platform: str) -> tuple[int, int]:
 
 
 def _cgroups(root: Path, controller: str) -> list[Path]:
-    """The control groups of this process and those above it: version 2, then version 1."""
+    """The control groups of this process and their parents: version 2, then version 1."""
     folders: list[Path] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, inner = [*line.split(":", 2), "", ""][:3]

@@ -13,18 +13,18 @@ from oomph.errors import InputError, Problem
 from oomph.files import cache_folder, write_whole
 
 VERSION = 1
-PLAN_WITHOUT = "OOMPH_RATIOS"  # set to 0, plans ignore what was measured
-LOWEST, HIGHEST = 0.2, 5.0  # a ratio outside these has another cause than the device
+PLAN_WITHOUT = "OOMPH_RATIOS"  # if set to 0, plans ignore saved measurements
+LOWEST, HIGHEST = 0.2, 5.0  # a ratio outside these is not due to the device
 
 
 class Ratios(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was measured on one device, against the prediction."""
+    """Measurements on one device, against the prediction."""
 
     date: str  # 2026-11-16
     of: str  # what ran
     torch: str
     time: float | None = None  # measured step over predicted step
-    context_mib: float | None = None  # what the process took beyond its predicted tensors and its optimizer's imports
+    context_mib: float | None = None  # taken beyond the predicted tensors and the optimizer's imports
     watts: float | None = None  # the card's draw
 
 
@@ -39,7 +39,7 @@ def ratios_file() -> Path:
 
 
 def load() -> dict[str, Ratios]:
-    """The saved ratios by device and kind of run. Raises `InputError` where the file exists and cannot be read."""
+    """The saved ratios by device and kind of run. Raises `InputError` if the file exists and cannot be read."""
     path = ratios_file()
     try:
         content = path.read_bytes()
@@ -59,7 +59,7 @@ def load() -> dict[str, Ratios]:
 def save(device: Device, compiled: bool, ratios: Ratios) -> Path:
     """Save the ratios of a compiled or an eager run, replacing earlier ones of its kind; returns the file.
 
-    Raises `InputError` where it cannot be written.
+    Raises `InputError` if it cannot be written.
     """
     path, kept = ratios_file(), load()
     kept[_key(device, compiled)] = ratios
@@ -72,9 +72,9 @@ def save(device: Device, compiled: bool, ratios: Ratios) -> Path:
 
 
 def calibrated(device: Device) -> Device:
-    """The device with its measured ratios, and a note for each run they came from; unchanged where there are none.
+    """The device with its measured ratios, and a note for each run they came from; unchanged if there are none.
 
-    Where only eager or only compiled steps were measured, the ratio is used for both. Context and power are from the
+    If only eager or only compiled steps were measured, the ratio is used for both. Context and power are from the
     latest run that measured them.
     """
     if os.environ.get(PLAN_WITHOUT, "") == "0":
@@ -111,7 +111,7 @@ def _note(run: Ratios, how: str, alone: bool) -> str:
 
 
 def _key(device: Device, compiled: bool) -> str:
-    """The device's name, for a CPU with its number of threads; compiled runs have a key of their own."""
+    """The device's name, for a CPU with its number of threads; compiled runs have a separate key."""
     name = f"{device.name}, {device.threads} threads" if device.kind == "cpu" else device.name
     return f"{name}, compiled" if compiled else name
 

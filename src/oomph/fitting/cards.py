@@ -1,4 +1,4 @@
-"""Which card would do: a config on every card of the catalogue, unchanged or, where that fails, at its best setting."""
+"""Which card is enough: a config on every card in the catalogue, unchanged or, if that fails, at its best setting."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from oomph.step.collector import uncollected
 
 
 class CardOption(msgspec.Struct, frozen=True):
-    """A config on a card, simulated in full there."""
+    """A config on a card, fully simulated."""
 
     plan: Plan
-    changes: dict[str, KeyValue]  # to what was asked: config keys that leave the training the same
+    changes: dict[str, KeyValue]  # to the requested config: keys that leave the training the same
     in_time: bool
 
     @property
     def unchanged(self) -> bool:
-        """Whether it runs as it was asked."""
+        """Whether the requested config runs unchanged."""
         return not self.changes
 
     @property
@@ -53,7 +53,7 @@ class CardOption(msgspec.Struct, frozen=True):
 
     @property
     def rent(self) -> tuple[float, float] | None:
-        """What the run costs on a rented card, in USD: at the cheapest provider, and at the dearest."""
+        """What the run costs on a rented card, in USD: at the cheapest and at the most expensive provider."""
         low, high, time = self.device.usd_per_hour_low, self.device.usd_per_hour_high, self.plan.time
         return (low * time.hours, (high or low) * time.hours) if low is not None and time is not None else None
 
@@ -92,7 +92,7 @@ class CardOption(msgspec.Struct, frozen=True):
 
 
 class Cards(msgspec.Struct, frozen=True):
-    """Every card of the catalogue, those that would do first, the smallest of them in front."""
+    """Every card in the catalogue: first those that are enough, the smallest of them in front."""
 
     loaded: LoadedConfig
     cards: tuple[CardOption, ...]
@@ -100,7 +100,7 @@ class Cards(msgspec.Struct, frozen=True):
 
     @property
     def assumed(self) -> str:
-        """What was taken for the model where nobody named one; else empty."""
+        """The model that was assumed if none was named; else empty."""
         if names_a_model(self.loaded):
             return ""
         config = self.loaded.config
@@ -111,7 +111,7 @@ class Cards(msgspec.Struct, frozen=True):
 
     @property
     def fitting(self) -> tuple[CardOption, ...]:
-        """Those that would do."""
+        """The cards that are enough."""
         return tuple(card for card in self.cards if card.plan.memory.fits and card.in_time)
 
     @property
@@ -146,8 +146,8 @@ def which_cards(
     cards: Iterable[Device] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Cards:
-    """Which of the known cards trains `config`: as it is or, where that does not fit or takes too long, with a setting
-    of any program that keeps the training the same. `progress` is told which card is being looked at."""
+    """Which of the known cards train `config`: as it is or, if that does not fit or takes too long, with a setting
+    of any program that keeps the training the same. `progress` is called with the card being tried."""
     loaded = with_tokens(configs.as_loaded(config), tokens)
     chosen = [card for card in (cards or all_devices()) if card.kind != "cpu"]
     chosen.sort(key=lambda card: (_kind_of(card), -_room_mib(card)))
@@ -167,7 +167,7 @@ def _slowness(card: CardOption) -> float:
 
 
 def _kind_of(card: Device) -> str:
-    """Cards of one kind run the same programs on the same lists of operations."""
+    """The kind of a card: cards of one kind run the same programs with the same operations."""
     compiles = card.compute_capability is None or card.compute_capability >= COMPILE_CAPABILITY
     return f"{card.kind} {card.has_bf16} {compiles} {steps.workspaces(card.capability)}"
 
@@ -177,7 +177,7 @@ def _room_mib(card: Device) -> float:
 
 
 class _Search:
-    """Card after card: those of one kind in a row, the roomiest first, so that each gains by what others found."""
+    """Tries card after card: those of one kind together, the largest first, so that each reuses earlier results."""
 
     def __init__(self, loaded: LoadedConfig, reserve_mib: float, hours: float | None) -> None:
         self.loaded = loaded
@@ -187,9 +187,9 @@ class _Search:
         self._too_small: set[str] = set()  # kinds with a card that was too small: smaller ones are skipped
 
     def on_card(self, card: Device) -> CardOption:
-        """What was asked, where that will do; else the fastest setting of a program that does, the one asked for first;
+        """The requested config, if it fits in time; else the fastest setting that does, of the requested program first;
         else the first that fits at all."""
-        searcher = self._before = Searcher(card, self.reserve_mib, self._before)
+        searcher = self._before = Searcher(card, self.reserve_mib, self.loaded.model, self._before)
         now = searcher.plan(self.loaded)
         plan = now if now.memory.fits and not now.memory.retries and not is_late(now, self.hours) else None
         if plan is None and _kind_of(card) not in self._too_small:
@@ -200,7 +200,7 @@ class _Search:
         return CardOption(plan, changes_between(now.config, plan.config), not is_late(plan, self.hours))
 
     def _searched(self, searcher: Searcher, now: Plan) -> Plan | None:
-        """In time, if that can be had; late where it cannot; None where nothing fits."""
+        """A setting that fits in time, if there is one, else a late one; None if nothing fits."""
         limit_s = inf if self.hours is None else self.hours * 3600 / self.loaded.config.max_iters
         found = programs(self.loaded, searcher.device)
         asked = asked_of(found, self.loaded)
@@ -214,8 +214,8 @@ class _Search:
                     plans.append(searcher.in_time(program.loaded, every, plan, self.hours))
                     if most_s == inf or not is_late(plans[-1], self.hours):
                         return plans[-1]
-            # The steps alone would be in time: so may be what is not compiled, or evaluates less. Or else nothing fits
-            # but what gives its cache back.
+            # The steps alone would be in time, so a setting without compiling or with shorter evaluations may be too.
+            # Or nothing fits unless the allocator frees its cache.
             if plans or most_s == inf:
                 usual = [
                     searcher.plan(with_changes(found[row.program].loaded, row.changes))
@@ -232,7 +232,7 @@ class _Search:
 
 
 def _leanest(searcher: Searcher, programs: Iterable[TrainingProgram]) -> Iterator[Plan]:
-    """The leanest setting of each program whose peak is no more than the card has: it may fit by giving cache back."""
+    """The leanest setting of each program whose peak is below the card's memory: freeing the cache may make it fit."""
     for program in programs:
         every = list(ladders(program))
         plan = searcher.roomiest(program.loaded, every) if searcher.peak_ever_fits(every) else None

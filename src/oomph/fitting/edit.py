@@ -1,5 +1,5 @@
-"""A config file's text, nanoGPT's `.py` or TOML, with a key changed where it stands, and with comments that state a
-product of changed keys made true again."""
+"""The text of a config file, nanoGPT's `.py` or TOML, with a key changed in place, and with comments that state a
+product of changed keys updated."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from oomph.config import TrainConfig
-from oomph.config.documents import toml_value
-from oomph.config.schema import keys
+from oomph.config.keys import keys
+from oomph.config.reading.documents import toml_value
 from oomph.fitting.result import KeyValue
 
 if TYPE_CHECKING:
     import ast
 
 _ENTRY = re.compile(r"""^\s*(["']?)([A-Za-z0-9_]+)\1\s*=\s*""")
-_PYTHON_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # as Python's parser counts lines: not at form feeds
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")  # as its tokenizer and TOML do
+_PYTHON_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # as Python's parser splits lines: not at form feeds
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")  # as its tokenizer and TOML split them
 ADDED = "# Set by oomph fit:"
 
 # Comments that state a product, such as "16 * 32 * 1024 = 524,288".
@@ -39,8 +39,8 @@ _WORDS = {
 def set_key(
     text: str, toml: bool, key: str, value: KeyValue | None, trainer: str = "nanogpt", through_variable: bool = True
 ) -> str:
-    """The text with the key's value changed where it stands, or the key added at the end. With `through_variable`, a
-    value that is a variable of the file's own ("batch_size = bs") is changed where that one is set."""
+    """The text with the key's value changed in place, or the key added at the end. With `through_variable`, a
+    value that is a variable of the file ("batch_size = bs") is changed where the variable is set."""
     span = _toml_span(text, key) if toml else _python_span(text, key, through_variable)
     if span is None:
         return _append(text, entry(key, value, toml, trainer))
@@ -48,7 +48,7 @@ def set_key(
 
 
 def restate(text: str, toml: bool, old: TrainConfig, new: TrainConfig) -> str:
-    """The text with its comments true again: those that state a product of the old values."""
+    """The text with comments that state a product of the old values updated to the new ones."""
     before, after = ({key: getattr(config, key) for key in FACTORS} for config in (old, new))
     if before == after:
         return text
@@ -65,7 +65,7 @@ def written(value: KeyValue | None, toml: bool) -> str:
 
 
 def entry(key: str, value: KeyValue | None, toml: bool, trainer: str) -> str:
-    """A line of its own, with what the key means to the program that runs it."""
+    """A new line for the key, with a comment on what it means to the program that runs it."""
     known = keys()[key]
     ours = "" if toml or known.whose == "nanogpt" else "; oomph's key, which nanoGPT passes over"
     how = known.description
@@ -77,7 +77,7 @@ def entry(key: str, value: KeyValue | None, toml: bool, trainer: str) -> str:
 
 
 def _written(old: str, value: KeyValue | None, toml: bool) -> str:
-    """The new value; a product such as "5 * 8" keeps its last factor, the number of devices, where it can."""
+    """The new value; a product such as "5 * 8" keeps its last factor, the number of devices, if it can."""
     match = re.fullmatch(r"\s*\d+\s*\*\s*(\d+)\s*", old)
     if match and isinstance(value, int) and int(match[1]) and value % int(match[1]) == 0:
         return f"{value // int(match[1])} * {match[1]}"
@@ -85,10 +85,10 @@ def _written(old: str, value: KeyValue | None, toml: bool) -> str:
 
 
 def _python_span(text: str, key: str, through_variable: bool) -> tuple[int, int] | None:
-    """Where the value stands that the file gives the key, if a plain assignment at the top level gives it last."""
+    """The span of the key's value in the file, if the last to set it is a plain assignment at the top level."""
     import ast
 
-    from oomph.config.nanogpt import names_read, names_set
+    from oomph.config.reading.nanogpt import names_read, names_set
 
     body = ast.parse(text).body
     found, _ = _last_value(body, key)
@@ -98,7 +98,7 @@ def _python_span(text: str, key: str, through_variable: bool) -> tuple[int, int]
     if found is None or found.end_lineno is None or found.end_col_offset is None:
         return None
     if names_read(found) & names_set(body) - set(keys()):
-        return None  # a variable that nothing reads any more would be taken for a misspelt key
+        return None  # a variable that nothing reads any more would look like a misspelt key
     lines = _PYTHON_LINE.findall(text)
 
     def offset(line: int, column_bytes: int) -> int:
@@ -109,11 +109,11 @@ def _python_span(text: str, key: str, through_variable: bool) -> tuple[int, int]
 
 
 def _last_value(body: list[ast.stmt], name: str) -> tuple[ast.expr | None, int]:
-    """What a plain assignment sets the name to, and how many statements set it. None where another kind of statement
-    sets it last ("batch_size *= 2", an if, a tuple): what stands before it is not the value."""
+    """What a plain assignment sets the name to, and how many statements set it. None if another kind of statement
+    sets it last ("batch_size *= 2", an if, a tuple): then no assignment before it has the value."""
     import ast
 
-    from oomph.config.nanogpt import names_set
+    from oomph.config.reading.nanogpt import names_set
 
     found: ast.expr | None = None
     setting = [node for node in body if name in names_set([node])]
@@ -138,7 +138,7 @@ def _toml_span(text: str, key: str) -> tuple[int, int] | None:
 
 
 def _put(text: str, span: tuple[int, int], value: str) -> str:
-    """The text with the value in that place, and a comment after it left in its column where there is room."""
+    """The text with the value at that span, and a comment after it kept in its column if there is room."""
     start, end = span
     after = text[end:]
     match = re.match(r"( {2,})#", after)
@@ -170,7 +170,7 @@ def _toml_comments(text: str) -> list[tuple[int, int]]:
 
 
 def _comment_at(line: str) -> int:
-    """The column where a line's comment begins, outside of any string; its length where there is none."""
+    """The column where a line's comment begins, outside any string; the line's length if there is none."""
     quote = ""
     for column, letter in enumerate(line):
         if quote:
@@ -183,7 +183,7 @@ def _comment_at(line: str) -> int:
 
 
 def correct(comment: str, old: Mapping[str, int], new: Mapping[str, int]) -> str:
-    """The comment with each product of the old values that it states restated for the new ones."""
+    """The comment with each product of the old values replaced by that of the new ones."""
     return _PRODUCT.sub(lambda match: _restate(match, old, new), comment)
 
 
@@ -206,8 +206,8 @@ def _restate(match: re.Match[str], old: Mapping[str, int], new: Mapping[str, int
 
 
 def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: Mapping[str, int]) -> list[int]:
-    """The factors with the new values in their places: known by the words beside them, else by their size. All as they
-    were where a named one was not true before: nobody knows what such a comment is about."""
+    """The factors with the new values in their places, recognised by the words beside them, else by their size. All
+    unchanged if a named one was wrong before: then it is unclear what the comment is about."""
     changed = list(values)
     free = set(range(len(values)))
     for key in FACTORS:
@@ -220,7 +220,7 @@ def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: M
         part = key == "gradient_accumulation_steps" and old[key] % max(1, values[place]) == 0
         if values[place] != old[key] and not part:
             return values
-        # A factor of an accumulation over several devices, "5 gradaccum * 8 GPUs", grows as the whole does.
+        # A factor of an accumulation over several devices, "5 gradaccum * 8 GPUs", grows with the whole.
         scaled, rest = divmod(values[place] * new[key], old[key])
         if rest:
             return values
@@ -229,12 +229,12 @@ def _factors(terms: list[str], values: list[int], old: Mapping[str, int], new: M
 
 
 def _result_like(stated: str, unit: str, product: int) -> Callable[[int], str] | None:
-    """How to state a product as this one is stated; None where it is not the one stated. A rounded one, "0.5M", keeps
-    its digits after the point, and gets more where they would be more than 5 % off."""
+    """A function that formats a product like the stated one; None if that is not this product. A rounded one, "0.5M",
+    keeps its number of decimals, and gets more if it would be more than 5 % off."""
     if not unit:
         return partial(_like, stated) if "." not in stated and _value(stated) == product else None
     if not 0 < product < 10**18:
-        return None  # nobody's batch
+        return None  # not a plausible batch
     for base in (1000, 1024):  # 524,288 is 524K to some, 512K to others
         scale = base if unit.strip() in "kK" else base**2
         digits = len(stated.partition(".")[2])
@@ -253,5 +253,5 @@ def _value(text: str) -> int:
 
 
 def _like(text: str, value: int) -> str:
-    """The number with the other one's separators."""
+    """The number with the text's separators."""
     return f"{value:,}" if "," in text else f"{value:_}" if "_" in text else str(value)

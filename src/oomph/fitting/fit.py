@@ -1,11 +1,10 @@
-"""`fit`: the best setting that fits the card, at the same effective batch, and what every other option would buy."""
+"""`fit`: the best setting that fits the card, at the same effective batch, and what every other option would gain."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 from oomph import config as configs
@@ -22,6 +21,7 @@ from oomph.fitting.space import (
     ARITHMETIC,
     HEAD_SIZE,
     SAME,
+    Ladder,
     SearchRow,
     TrainingProgram,
     asked_of,
@@ -44,31 +44,36 @@ from oomph.step.collector import uncollected
 
 NEARLY_AS_FAST = 0.05  # the safest option gives up at most this share of the best one's speed
 CONTEXT_STEP = 64  # tokens: contexts are tried in multiples of it
-SMALL_BATCHES = 4  # micro-batches, the smallest, that a smaller model is searched with
-WORTH_A_CHANGE = 0.01  # a setting that fits as it is is left alone for less than this
+WORTH_A_CHANGE = 0.01  # a setting that surely fits is not changed for a smaller gain
+SMALL_BATCHES = 4  # a smaller model is searched with this many of the smallest micro-batches
 
 
 def fit(
     config: LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    device: Device | str | None = None,
+    gpu: Device | str | None = None,
     *,
     reserve_mib: float = 0.0,
     tokens: float | None = None,
     hours: float | None = None,
     largest: bool = False,
+    model: str | None = None,
     progress: Callable[[str], None] | None = None,
+    **keys: Any,
 ) -> Fit:
-    """The settings with which `config` trains on `device`, ranked, each simulated in full.
+    """The settings with which `config` trains on `gpu`, ranked, each simulated in full.
 
-    `config` and `device` are as `plan` takes them. `reserve_mib` is kept free for the desktop and other programs;
-    `tokens` sets the length of the run; `hours` is the time it may take. `largest` asks for the largest model instead.
-    Where no model is given, but tokens or hours are, one is proposed. `progress` is told what is being looked at.
-    Raises `InputError` with all that is wrong.
+    `config`, `gpu`, `model` and `keys` are as `plan` takes them. `reserve_mib` is kept free for the desktop and other
+    programs; `tokens` sets the length of the run; `hours` is the time it may take. `largest` asks for the largest model
+    instead. If no model is given, but tokens or hours are, one is proposed. `progress` is called with what is being
+    tried. Raises `InputError` with every problem.
     """
-    loaded = configs.as_loaded(config)
+    loaded = configs.as_loaded(config, keys, model)
+    if largest and loaded.model is not None:
+        what, allowed = "a traced model has one size", "a model that is described"
+        raise InputError(Problem("largest", what, f"model {loaded.model}", allowed))
     tell = progress or (lambda _: None)
     check_tokens(loaded, tokens)
-    searcher = Searcher(choose_device(device, loaded.config), reserve_mib)
+    searcher = Searcher(choose_device(gpu, loaded.config), reserve_mib, loaded.model)
     with uncollected():
         if (tokens or hours) and not names_a_model(loaded):
             return propose(loaded, searcher, tokens, hours, tell)
@@ -77,13 +82,14 @@ def fit(
 
 
 def names_a_model(loaded: LoadedConfig) -> bool:
-    """Whether anybody said what is to be trained: a file, a preset or a shape."""
-    return bool(loaded.files) or any(loaded.said(key) for key in ("n_layer", "n_head", "n_embd"))
+    """Whether the user said what to train: a file, a preset or a shape."""
+    given = bool(loaded.files) or loaded.model is not None
+    return given or any(loaded.said(key) for key in ("n_layer", "n_head", "n_embd"))
 
 
 def check_tokens(loaded: LoadedConfig, tokens: float | None) -> None:
-    """Refuse a run of more steps than a config may have, and one whose length is given twice. A config's own length
-    gives way to the tokens."""
+    """Refuse a run of more steps than a config may have, and one whose length is given twice. `tokens` override a
+    config's own length."""
     if tokens is None:
         return
     most = MANY_STEPS * tokens_per_step(loaded.config)
@@ -99,7 +105,7 @@ def check_tokens(loaded: LoadedConfig, tokens: float | None) -> None:
 
 
 def with_tokens(loaded: LoadedConfig, tokens: float | None) -> LoadedConfig:
-    """The run made as long as that many tokens take, its schedule with it."""
+    """The run with the length of that many tokens, and its schedule scaled to it."""
     check_tokens(loaded, tokens)
     if tokens is None:
         return loaded
@@ -167,7 +173,7 @@ class _Fitting:
         )
 
     def add(self, row: SearchRow) -> None:
-        """Simulate an option and keep it, unless one that runs the same is there already."""
+        """Simulate an option and keep it, unless there is one with the same config already."""
         program = self.programs[row.program]
         self.tell(f"{row.name}, {program.key}")
         self._keep(row.name, self.searcher.plan(with_changes(program.loaded, row.changes)), row.kind, row.effect)
@@ -182,7 +188,7 @@ class _Fitting:
         return sorted(self.found.values(), key=_rank)
 
     def search(self, program: TrainingProgram) -> bool:
-        """The fastest of a program's settings; where nothing fits, the leanest, and False."""
+        """Keep the fastest of a program's settings and return True; if nothing fits, the leanest, and False."""
         every = list(ladders(program))
         settings = sum(each.settings for each in every)
         self.evaluated += settings
@@ -199,7 +205,7 @@ class _Fitting:
         return True
 
     def search_with(self, row: SearchRow) -> None:
-        """What a change allows at best: every batch, checkpoint and chunk searched with it."""
+        """Keep the best setting with a change: every batch, checkpoint and chunk is searched with it."""
         program = variant(self.programs[row.program], row.changes, self.searcher.device)
         every = list(ladders(program))
         settings = sum(each.settings for each in every)
@@ -210,8 +216,8 @@ class _Fitting:
             self._keep(f"{row.name}, the fastest that fits", fastest, row.kind, row.effect)
 
     def _make_room(self) -> None:
-        """Beside the best option, those that leave more room: nearly as fast, or as fast as a sure margin allows. Where
-        the best one's program has no setting with such a margin, the other programs are asked for theirs."""
+        """Keep options that leave more room than the best: nearly as fast, or the fastest with a sure margin. If the
+        best one's program has no setting with such a margin, the other programs are tried."""
         options = self._ranked()
         best = self._best(options)
         if best is None or options[best].kind == "different":
@@ -234,7 +240,7 @@ class _Fitting:
                 self._keep_safe(program, None)
 
     def _keep_safe(self, program: TrainingProgram, like: Option | None) -> bool:
-        """The fastest setting of a program with a sure margin, of the same kind and effect; False where it has none."""
+        """Keep a program's fastest setting with a sure margin, of the kind and effect of `like`; False if none."""
         safe = self.searcher.fastest(program.loaded, ladders(program), safe=True)
         if safe is not None:
             kind, effect = (like.kind, like.effect) if like is not None else ("same", SAME)
@@ -242,42 +248,45 @@ class _Fitting:
         return safe is not None
 
     def _program_behind(self, option: Option) -> TrainingProgram:
-        """The program that runs the option, with what the option changes of the arithmetic."""
+        """The program that runs the option, with the option's changes to the arithmetic."""
         program, config = self.programs[program_of(option)], option.plan.config
         if option.kind == "same":
             return program
         return variant(program, {name: getattr(config, name) for name in ARITHMETIC}, self.searcher.device)
 
     def _best(self, options: list[Option]) -> int | None:
-        """The fastest that fits, is in time and runs under the program asked for; else the next best program, then
-        what changes the mathematics. What fits as it is stays, unless another is faster by more than a trifle."""
+        """The fastest that surely fits, is in time and runs under the requested program; else the next best program,
+        then what changes the mathematics. A config that surely fits as it is stays, unless another is faster by
+        more than `WORTH_A_CHANGE`."""
         fitting = [index for index, option in enumerate(options) if option.fits]
         if not fitting:
             return None
-        same = [index for index in fitting if options[index].kind == "same"]  # late, it is still what was asked for
+        same = [index for index in fitting if options[index].kind == "same"]  # even if late, it is what was requested
         late = same or fitting
         in_time = [index for index in late if not is_late(options[index].plan, self.hours)] or late
         preferred = [self.asked, *(key for key in self.programs if key != self.asked)]
         places = {key: place for place, key in enumerate(preferred)}
 
-        def order(index: int) -> tuple[bool, int, bool, bool, int, float]:
+        def order(index: int) -> tuple[bool, int, bool, bool, bool, int, float]:
             option = options[index]
             resized = "n_layer" in option.changes or "n_embd" in option.changes  # fine-tuning keeps the model
-            retries, place = option.plan.memory.retries > 0, places[program_of(option)]
-            coarser = self.now.config.autocast and not option.plan.config.autocast  # known to end at a worse loss
-            return retries, KINDS.index(option.kind), resized, coarser, place, -(option.tokens_per_s or 0.0)
+            retries, unsure = option.plan.memory.retries > 0, not is_safe(option.plan)
+            place = places[program_of(option)]
+            coarser = self.now.config.autocast and not option.plan.config.autocast  # known to reach a worse loss
+            kind, speed = KINDS.index(option.kind), option.tokens_per_s or 0.0
+            return retries, kind, resized, coarser, unsure, place, -speed
 
         best = min(in_time, key=order)
         unchanged = next((index for index in in_time if not options[index].changes), None)
-        if unchanged is not None and not options[unchanged].plan.memory.retries:
+        if unchanged is not None and is_safe(options[unchanged].plan):
             gain = (options[best].tokens_per_s or 1.0) / (options[unchanged].tokens_per_s or 1.0) - 1
-            sooner = (options[best].hours or 0.0) < (options[unchanged].hours or 0.0)  # evaluations take a larger batch
+            sooner = (options[best].hours or 0.0) < (options[unchanged].hours or 0.0)  # evaluations use a larger batch
             return best if gain > WORTH_A_CHANGE and sooner else unchanged
         return best
 
     def _safest(self, options: list[Option], best: int | None) -> int | None:
-        """Of those of the best one's program and kind that fit even where the prediction misses: the most room among
-        those nearly as fast, else the fastest; None where there is none."""
+        """Of the options of the best one's program and kind that fit even if the prediction misses: the most room among
+        those nearly as fast, else the fastest; None if there is none."""
         if best is None:
             return None
         chosen = options[best]
@@ -299,14 +308,14 @@ def program_of(option: Option) -> str:
 
 
 def _training(option: Option) -> tuple[str, ...]:
-    """What options have in common that differ in their speed and room alone."""
+    """What is common to options that differ only in speed and room."""
     config = option.plan.config
     return option.kind, program_of(option), *(str(getattr(config, name)) for name in ARITHMETIC)
 
 
 def with_a_leanest(found: Iterable[str], asked: str) -> list[str]:
-    """The programs of which the leanest setting is looked for where nothing fits, the one asked for first: the patched
-    one only where it was asked for: patching is pointless if the run still does not fit."""
+    """The programs whose leanest setting is searched if nothing fits, the requested one first. The patched one only if
+    it was requested: patching is pointless if the run still does not fit."""
     return [asked, *(key for key in found if key not in (asked, "patched"))]
 
 
@@ -315,9 +324,11 @@ def _rank(option: Option) -> tuple[bool, int, float]:
 
 
 def nearest_rows(program: TrainingProgram, searcher: Searcher, tell: Callable[[str], None]) -> Iterator[SearchRow]:
-    """The deepest and the widest model that fit, each with settings of its own; of one that is fine-tuned, the longest
-    context. `tell` is told what is being tried."""
+    """The deepest and the widest model that fit, each with its own settings; for fine-tuning, the longest context.
+    `tell` is called with what is being tried."""
     base = program.settled
+    if program.loaded.model is not None:
+        return
     if base.method != "full":
         tell(f"contexts of fewer than {base.block_size} tokens")
         blocks, short = _largest((base.block_size - 1) // CONTEXT_STEP, _of_context, program, searcher)
@@ -350,26 +361,25 @@ def _largest(
 ) -> tuple[int, Plan | None]:
     """The largest number up to `top` whose model fits with a small micro-batch, and its plan at the fastest of those.
 
-    Memory grows with the number. Which is the last is guessed from the setting that is the leanest for the whole model;
-    those about it are searched with settings of their own.
+    Memory grows with the number. The last that fits is guessed from the leanest setting of the whole model; its
+    neighbours are tried at their own leanest settings, and the last that fits is searched.
     """
     leanest = searcher.roomiest(program.loaded, ladders(program))
     if leanest is None:
         return 0, None
+    fragmented = leanest.memory.reserved_mib / leanest.memory.allocated_mib
 
     def seems_to_fit(number: int) -> bool:
         smaller = replace(leanest.config, **change(number))
         again = min(smaller.checkpoint_layers, smaller.n_layer)
-        return searcher.seems_to_fit(replace(smaller, checkpoint_layers=again))
+        return searcher.seems_to_fit(replace(smaller, checkpoint_layers=again), fragmented)
 
-    @cache
-    def fastest(number: int) -> Plan | None:
+    def settings(number: int) -> tuple[LoadedConfig, list[Ladder]]:
         smaller = resized(program, change(number), searcher.device)
         small = {size for size, _ in batches(smaller.settled)[-SMALL_BATCHES:]}
-        every = [each for each in ladders(smaller) if each.config.batch_size in small]
-        return searcher.fastest(smaller.loaded, every) if searcher.peak_ever_fits(every) else None
+        return smaller.loaded, [each for each in ladders(smaller) if each.config.batch_size in small]
 
     numbers = range(1, top + 1)
     guess = bisect_left(numbers, True, key=lambda number: not seems_to_fit(number))
-    number = boundary(numbers, guess, lambda number: fastest(number) is not None)
-    return number, fastest(number) if number else None
+    number = boundary(numbers, guess, lambda number: searcher.ever_fits(*settings(number)))
+    return number, searcher.fastest(*settings(number)) if number else None

@@ -1,5 +1,5 @@
-"""The largest model that fits and trains in time: the widest, the deepest, the largest in GPT-2's proportions. Which
-shapes are tried, and the settings that belong to a size.
+"""The largest model that fits and trains in time: the widest, the deepest, the largest in GPT-2's proportions. Also
+the shapes to try, and the settings for a size.
 
 Sources, each named where it is used:
 - Radford et al. 2019 (GPT-2), table 2: the proportions of depth and width.
@@ -49,7 +49,7 @@ WARMUP_SHARE = 0.05  # of a short run
 WIDEST = 32_768  # a width no single card trains
 IN_PROPORTION = "the largest in GPT-2's proportions"
 TRIED = ("batch_size", "gradient_accumulation_steps", "compile", "expandable_segments", "checkpoint_layers")
-NEARLY_ORDERED = 3  # sizes of a ladder are in order of their cost only nearly: so many more are looked at
+NEARLY_ORDERED = 3  # sizes of a ladder are only nearly in order of cost: this many more are tried
 
 
 class DepthAndWidth(msgspec.Struct, frozen=True, order=True):
@@ -65,14 +65,14 @@ class DepthAndWidth(msgspec.Struct, frozen=True, order=True):
 
 
 def usual_depth(width: int) -> int:
-    """The layers that GPT-2's family gives a width: width / 64 up to 768, then 12 more for each 256."""
+    """The layers that GPT-2's family has at a width: width / 64 up to 768, then 12 more for each 256."""
     if width <= 768:
         return max(1, round(width / 64))
     return 12 + round((width - 768) * 12 / 256)
 
 
 def proportioned(vocab_size: int, widest: int = 4096) -> list[DepthAndWidth]:
-    """Shapes near GPT-2's proportions, the smallest first: each width with its usual depth and a quarter about it."""
+    """Shapes near GPT-2's proportions, the smallest first: each width with its usual depth ± a quarter."""
     shapes = set()
     for width in range(HEAD_SIZE * 2, widest + 1, HEAD_SIZE):
         depth = usual_depth(width)
@@ -83,7 +83,7 @@ def proportioned(vocab_size: int, widest: int = 4096) -> list[DepthAndWidth]:
 
 
 def learning_rate(width: int, block_parameters: float) -> float:
-    """The top of the schedule at half a million tokens a step: GPT-3's by width, between its sizes along the logarithm;
+    """The peak learning rate at half a million tokens a step: GPT-3's by width, interpolated in the logarithm;
     below its smallest, Kaplan's 0.003239 - 0.0001395 ln N for N parameters without embeddings."""
     if width < GPT3_RATES[0][0]:
         return float(f"{max(LOWEST_RATE, 0.003239 - 0.0001395 * log(max(1.0, block_parameters))):.1e}")
@@ -95,19 +95,19 @@ def learning_rate(width: int, block_parameters: float) -> float:
 
 
 def rate_source(width: int) -> str:
-    """Where that learning rate is from."""
+    """The source of that learning rate."""
     return "Brown et al. 2020, table 2.1" if width >= GPT3_RATES[0][0] else "Kaplan et al. 2020, equation D.1"
 
 
 def batch_sequences(tokens: float, block_size: int) -> int:
-    """Sequences to a step: half a million tokens, or, for a short run, the largest power of two that leaves it enough
+    """Sequences per step: half a million tokens, or, for a short run, the largest power of two that leaves enough
     steps."""
     most = max(1, int(min(BATCH_TOKENS, tokens / FEWEST_STEPS)) // block_size)
     return 1 << (most.bit_length() - 1)
 
 
 def schedule(rate: float, tokens: float, sequences: int, block_size: int) -> dict[str, int | float]:
-    """Steps, learning rate, warm-up and evaluations of a run over that many tokens with that rate at the top."""
+    """Steps, learning rate, warm-up and evaluations of a run over that many tokens with that peak rate."""
     steps = max(1, -(-int(tokens) // (sequences * block_size)))
     warmup = min(WARMUP_TOKENS / (sequences * block_size), steps * WARMUP_SHARE)
     return {
@@ -121,17 +121,17 @@ def schedule(rate: float, tokens: float, sequences: int, block_size: int) -> dic
 
 
 def _round_down(number: int) -> int:
-    """To one digit: 524 becomes 500."""
+    """The number rounded down to one digit: 524 becomes 500."""
     scale: int = 10 ** (len(str(number)) - 1)
     return number // scale * scale
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may take, and how long it is."""
+    """The hours a run may take, and its tokens."""
 
     hours: float | None
-    tokens: float | None  # None: 20 a parameter, in a proposal; as the config says, otherwise
+    tokens: float | None  # None: 20 per parameter in a proposal, else as the config says
 
 
 class Sizer:
@@ -147,28 +147,27 @@ class Sizer:
         as_asked: bool = False,
     ) -> None:
         self.loaded = loaded
-        self.tell = tell  # what is being tried
-        self.as_asked = as_asked  # the micro-batch and all else stay as the config has them
+        self.tell = tell  # called with what is being tried
+        self.as_asked = as_asked  # keep the micro-batch and all else as in the config
         self.searcher = searcher
         self.limits = limits
         self.proposing = proposing
         self.evaluated = 0
         self._plans: dict[DepthAndWidth, Plan | None] = {}
+        self._fitting: dict[DepthAndWidth, bool] = {}
 
     def plan(self, shape: DepthAndWidth) -> Plan | None:
-        """The model of that shape at the fastest setting that fits, or at one that is in time; None where none does."""
+        """The model of that shape at the fastest setting that surely fits, or at one that is in time; None if none
+        does."""
         if shape not in self._plans:
-            loaded = self.config(shape)
-            every = self._ladders(loaded)
-            self.evaluated += sum(each.settings for each in every)
-            self.tell(f"{shape.n_layer:,} layers × {shape.n_embd:,}")
+            loaded, every = self._tried(shape)
             fits = self.searcher.peak_ever_fits(every)
-            plan = self.searcher.fastest(loaded, every) if fits else None
-            self._plans[shape] = plan and self.searcher.in_time(loaded, every, plan, self.limits.hours)
+            plan = self.searcher.fastest(loaded, every, safe=True) if fits else None
+            self._plans[shape] = plan and self.searcher.in_time(loaded, every, plan, self.limits.hours, safe=True)
         return self._plans[shape]
 
     def _ladders(self, loaded: LoadedConfig) -> list[Ladder]:
-        """The settings a size is tried with. In a run that is ours to propose, keys that were given stay."""
+        """The settings a size is tried with. In a proposed run, keys that were given are kept."""
         every = programs(loaded, self.searcher.device)
         program = every[asked_of(every, loaded)]
         if self.as_asked:
@@ -177,17 +176,18 @@ class Sizer:
         return list(_settings(program, given))
 
     def config(self, shape: DepthAndWidth) -> LoadedConfig:
-        """The run with a model of that shape, and the schedule that suits it where the run is ours to propose."""
+        """The run with a model of that shape, and with a suitable schedule if the run is a proposal."""
         changes = {"n_layer": shape.n_layer, **of_width(self.loaded.config, shape.n_embd)}
         checkpointed = self.loaded.config.checkpoint_layers
         if checkpointed:
-            changes["checkpoint_layers"] = min(checkpointed, shape.n_layer)
+            every = checkpointed >= self.loaded.config.n_layer
+            changes["checkpoint_layers"] = shape.n_layer if every else min(checkpointed, shape.n_layer)
         if self.proposing:
             changes |= self._run(shape, with_changes(self.loaded, changes).config)
         return with_changes(self.loaded, changes)
 
     def _run(self, shape: DepthAndWidth, config: TrainConfig) -> dict[str, KeyValue]:
-        """The batch and the schedule, with the keys that were given as they are: the steps follow from the batch."""
+        """The batch and the schedule, except for keys that were given: the steps follow from the batch."""
         given = self.loaded.said
         tokens = self.limits.tokens or TOKENS_PER_PARAMETER * count_printed(config)
         sequences = batch_sequences(inf if given("max_iters") else tokens, config.block_size)
@@ -200,7 +200,7 @@ class Sizer:
         return {key: value for key, value in run.items() if not given(key)}
 
     def _batch(self, sequences: int, config: TrainConfig) -> tuple[int, int]:
-        """The micro-batch and its steps that come nearest to so many sequences from below; what was given stays."""
+        """The micro-batch and micro-steps closest to that many sequences, but not above; given keys are kept."""
         micro_steps = config.gradient_accumulation_steps
         size = config.batch_size if self.loaded.said("batch_size") else 1
         if not self.loaded.said("gradient_accumulation_steps"):
@@ -208,16 +208,33 @@ class Sizer:
         return (size if self.loaded.said("batch_size") else max(1, sequences // micro_steps)), micro_steps
 
     def will_do(self, shape: DepthAndWidth) -> bool:
-        """Whether the model fits and is trained in time, and, proposed, has the tokens a model of its size wants."""
+        """Whether the model surely fits and trains in time and, in a proposal, has enough tokens for its size."""
         if not self._could(shape):
             return False
+        if self.limits.hours is None and shape not in self._plans:
+            return self._fits(shape)
         plan = self.plan(shape)
         if plan is None:
             return False
         return self.limits.hours is None or (plan.time is not None and plan.time.hours <= self.limits.hours)
 
+    def _fits(self, shape: DepthAndWidth) -> bool:
+        """Whether some setting of that shape surely fits: far cheaper than finding the fastest."""
+        if shape not in self._fitting:
+            self._fitting[shape] = self.searcher.ever_fits(*self._tried(shape), safe=True)
+        return self._fitting[shape]
+
+    def _tried(self, shape: DepthAndWidth) -> tuple[LoadedConfig, list[Ladder]]:
+        """The run with a model of that shape, and the settings it is tried with, each counted once."""
+        self.tell(f"{shape.n_layer:,} layers × {shape.n_embd:,}")
+        loaded = self.config(shape)
+        every = self._ladders(loaded)
+        if shape not in self._fitting:
+            self.evaluated += sum(each.settings for each in every)
+        return loaded, every
+
     def _could(self, shape: DepthAndWidth) -> bool:
-        """False where the tokens are too few for such a model, or its weights, gradients and Adam's state too many."""
+        """False if the tokens are too few for such a model, or its weights, gradients and Adam's state too large."""
         if self.proposing:
             config = self.config(shape).config
             tokens = self.limits.tokens or config.max_iters * tokens_per_step(config)
@@ -226,7 +243,10 @@ class Sizer:
         return 16 * shape.block_parameters <= self.searcher.room_bytes or self.loaded.config.optimizer != "adamw"
 
     def _guess(self, sizes: Sequence[DepthAndWidth], fragmented: float) -> int:
-        """How many of the sizes will do, as far as models of few layers tell."""
+        """How many of the sizes will do, estimated from models of few layers."""
+        if self.searcher.safe_room_bytes <= 0:
+            return 0
+        fragmented *= self.searcher.room_bytes / self.searcher.safe_room_bytes  # they have to fit surely
 
         def fails(shape: DepthAndWidth) -> bool:
             if not self._could(shape):
@@ -238,7 +258,7 @@ class Sizer:
         return bisect_left(sizes, True, key=fails)
 
     def last(self, sizes: Sequence[DepthAndWidth]) -> DepthAndWidth | None:
-        """The largest of growing sizes that will do: memory and time grow with them. It is guessed first, then its
+        """The largest of increasing sizes that will do: memory and time grow with size. It is guessed first, then its
         neighbours are searched."""
         guess = self._guess(sizes, 1.0)
         self.searcher.fragmented = 1.0
@@ -257,18 +277,18 @@ class Sizer:
 
 
 def _alone(config: TrainConfig) -> Ladder:
-    """One setting and no other."""
+    """A ladder of this one setting."""
     return Ladder(config, (config.checkpoint_layers,), (config.expandable_segments,))
 
 
 def _settings(program: TrainingProgram, given: Container[str]) -> Iterator[Ladder]:
-    """Every micro-batch, compiled and not, each kind of segments; also all blocks checkpointed, where the program can.
-    Keys that are given stay as they are."""
+    """Every micro-batch, compiled and not, with each kind of segments; also with all blocks checkpointed, if the
+    program can. Given keys are kept."""
     base = program.settled
     counts = {base.checkpoint_layers}
     if base.n_layer in program.checkpoint_layers and "checkpoint_layers" not in given:
         counts.add(base.n_layer)
-    fixed = "batch_size" in given or "gradient_accumulation_steps" in given  # the sequences to a step are, already
+    fixed = "batch_size" in given or "gradient_accumulation_steps" in given  # the sequences per step are fixed already
     sizes = [(base.batch_size, base.gradient_accumulation_steps)] if fixed else batches(base)
     segments = (base.expandable_segments,) if "expandable_segments" in given else program.expandable_segments
     compiling = (base.compile,) if "compile" in given else program.compile
@@ -297,6 +317,6 @@ def growing(sizer: Sizer) -> dict[str, Callable[[], tuple[DepthAndWidth, Plan] |
 
 
 def as_option(name: str, plan: Plan, now: Plan, effect: str) -> Option:
-    """A model of another size, as an option beside what was asked."""
+    """A model of another size, as an option beside the requested one."""
     changes = changes_between(now.config, plan.config, now.loaded.said)
     return Option(name, changes, "different", plan, now.memory.total_mib - plan.memory.total_mib, effect, "")

@@ -1,4 +1,4 @@
-"""Fits whose answer is a model: the largest that a config may grow to, or a whole run from nothing."""
+"""Fits whose answer is a model: the largest that a config can grow to, or a whole proposed run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from oomph.fitting.verdict import name_of, setting
 from oomph.planning.plan import PROGRAMS, Plan
 from oomph.units import count, counted, figure
 
-MAKES_ROOM = ("compile", "expandable_segments", "checkpoint_layers")  # keys that a size is tried with, beside the batch
+MAKES_ROOM = ("compile", "expandable_segments", "checkpoint_layers")  # keys varied for a size, beside the batch
 NEIGHBOURS = 2  # sizes shown on either side of the proposed one
 
 
 def grow(loaded: LoadedConfig, searcher: Searcher, hours: float | None, tell: Callable[[str], None]) -> Fit:
     """The widest, the deepest and the best-proportioned model that fits, with the config's batch and tokens. `tell` is
-    told what is being tried."""
+    called with what is being tried."""
     now = searcher.plan(loaded)
     sizer = Sizer(loaded, searcher, Limits(hours, None), proposing=False, tell=tell)
     options: list[Option] = []
@@ -44,10 +44,10 @@ def grow(loaded: LoadedConfig, searcher: Searcher, hours: float | None, tell: Ca
     options = [msgspec.structs.replace(option, reason=_merit(option)) for option in options]
     limit = f" and trains in {hours:g} h" if hours is not None else ""
     if not options:
-        verdict = f"No: no model of heads of 64 fits {now.device.name}{limit} with this batch and these tokens"
+        verdict = f"No: no model of heads of 64 fits {now.cards}{limit} with this batch and these tokens"
     else:
         first = options[0]
-        verdict = f"{_superlative(first)} that fits {now.device.name}{limit}: {describe(first.plan)}{_with(first)}"
+        verdict = f"{_superlative(first)} that fits {now.cards}{limit}: {describe(first.plan)}{_with(first)}"
     return Fit(
         loaded=loaded,
         now=now,
@@ -69,7 +69,7 @@ def propose(
     hours: float | None,
     tell: Callable[[str], None],
 ) -> Fit:
-    """A model and a run for a card, a time and a number of tokens; `loaded` holds whatever else was said."""
+    """A model and a run for a card, a time and a number of tokens; `loaded` holds any other settings."""
     sizer = Sizer(loaded, searcher, Limits(hours, tokens), proposing=True, tell=tell)
     ladder = proportioned(loaded.config.vocab_size)
     best = sizer.last(ladder)
@@ -110,17 +110,17 @@ def describe(plan: Plan) -> str:
 
 
 def _with(option: Option) -> str:
-    """What beside the batch is set for the model."""
+    """The settings for the model beside the batch."""
     changes = {key: value for key, value in option.changes.items() if key in MAKES_ROOM}
     return f", with {setting(changes)}" if changes else ""
 
 
 def _merit(option: Option) -> str:
-    return "proportions that have proved themselves" if option.name == IN_PROPORTION else option.name
+    return "in GPT-2's proportions" if option.name == IN_PROPORTION else option.name
 
 
 def _superlative(option: Option) -> str:
-    """What the first of the models is; another may have more parameters in proportions that nobody has tried."""
+    """What distinguishes the first model; others may have more parameters in untried proportions."""
     if option.name == IN_PROPORTION:
         return "The largest model in GPT-2's proportions"
     return f"{option.name[0].upper()}{option.name[1:]}"
@@ -131,7 +131,7 @@ def _size(shape: DepthAndWidth) -> str:
 
 
 def _near(ladder: list[DepthAndWidth], place: int) -> list[DepthAndWidth]:
-    """The proposed size, and smaller and larger ones a good step apart, for the trade to be seen."""
+    """The proposed size, and clearly smaller and larger ones, to show the trade-off."""
     sizes = [ladder[place]]
     for direction in (-1, 1):
         reached, steps = place, 0
@@ -166,7 +166,7 @@ def _parameters(option: Option) -> int:
 
 
 def _safest(options: list[Option]) -> int | None:
-    """The most room, where it is more than the prediction may miss."""
+    """The option with the most room, if that exceeds the prediction's error."""
     safe = [place for place, option in enumerate(options) if is_safe(option.plan)]
     return max(safe, key=lambda place: options[place].plan.memory.headroom_mib or 0.0, default=None)
 
@@ -182,18 +182,19 @@ def _refusal(smallest: Plan, limits: Limits) -> str:
             f"smallest that is proposed, {size} with {count(smallest.model.params_nanogpt)} parameters, wants "
             f"{count(wanted)}, 20 a parameter"
         )
-    if not smallest.memory.fits:
-        return f"No: even {describe(smallest)} does not fit {smallest.device.name}"
+    if not is_safe(smallest):
+        surely = " surely" if smallest.memory.fits else ""
+        return f"No: even {describe(smallest)} does not{surely} fit {smallest.cards}"
     if smallest.time is None:
-        return f"No: how long even {size} takes on {smallest.device.name} is not known, so no hours can be kept"
-    return f"No: even {describe(smallest)}, takes longer on {smallest.device.name} than the {limits.hours:g} h given"
+        return f"No: how long even {size} takes on {smallest.cards} is not known, so no hours can be kept"
+    return f"No: even {describe(smallest)}, takes longer on {smallest.cards} than the {limits.hours:g} h given"
 
 
 def _cure(smallest: Plan, limits: Limits) -> tuple[str]:
-    """What would have to change."""
+    """What the user would have to change."""
     if _too_few_tokens(smallest, limits):
         return ("give it more tokens or steps, or name the model with a config or --n_layer and --n_embd",)
-    if not smallest.memory.fits:
+    if not is_safe(smallest):
         batch = "a smaller batch_size, " if smallest.config.batch_size > 1 else ""  # above 1 only if the user set it
         return (f"give it {batch}a shorter block_size or a larger card",)
     if smallest.time is None:
@@ -241,7 +242,7 @@ def _why_proposed(plan: Plan, loaded: LoadedConfig, limits: Limits) -> Iterator[
 
 
 def _length(plan: Plan, loaded: LoadedConfig, limits: Limits) -> str:
-    """Where the length of the run comes from."""
+    """What the length of the run is based on."""
     if limits.tokens is None:
         given = f"max_iters = {plan.config.max_iters} as given"
         return given if loaded.said("max_iters") else "20 a parameter (Hoffmann et al. 2022, Chinchilla)"

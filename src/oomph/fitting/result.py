@@ -1,4 +1,4 @@
-"""What a fit answers with: options, each with a full plan behind it, ranked, and which to take."""
+"""The result of a fit: ranked options, each with a full plan, and which to take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from oomph.config import LoadedConfig
+from oomph.display import Displayed
 from oomph.planning.plan import Plan
 
 Fidelity = Literal["same", "nearly", "different"]
@@ -15,7 +16,7 @@ KeyValue = int | float | str | bool
 
 
 def is_patched(plan: Plan) -> bool:
-    """Whether nanoGPT needs our two-line patch for what is planned."""
+    """Whether nanoGPT needs our two-line patch for this plan."""
     return plan.config.trainer == "nanogpt" and plan.config.return_logits is False
 
 
@@ -23,10 +24,10 @@ class Option(msgspec.Struct, frozen=True):
     """One way to run, checked by the full simulation."""
 
     name: str  # "half the micro-batch"
-    changes: dict[str, KeyValue]  # config keys that differ from what was asked
-    kind: Fidelity  # what it does to the mathematics: nothing but rounding, a little, or another training
+    changes: dict[str, KeyValue]  # config keys that differ from the requested ones
+    kind: Fidelity  # its effect on the mathematics: only rounding, a little, or another training
     plan: Plan
-    saved_mib: float  # against what was asked, as it was asked
+    saved_mib: float  # compared with the requested config, unchanged
     effect: str  # on the training
     reason: str  # why to take it, or not
 
@@ -54,11 +55,11 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def sequences(self) -> int:
-        """Sequences to one optimizer step: the effective batch."""
+        """Sequences per optimizer step: the effective batch."""
         return self.plan.config.batch_size * self.plan.config.gradient_accumulation_steps
 
     def to_dict(self) -> dict[str, Any]:
-        """The option as the documented JSON object. What is not predicted is absent."""
+        """The option as the documented JSON object, without figures that are not predicted."""
         memory = self.plan.memory
         result = {
             "name": self.name,
@@ -82,20 +83,20 @@ class Option(msgspec.Struct, frozen=True):
         return {name: value for name, value in result.items() if value is not None}
 
 
-class Fit(msgspec.Struct, frozen=True):
+class Fit(Displayed, msgspec.Struct, frozen=True):
     """The answer: every option, the best and the safest of them, and the verdict on one line."""
 
-    loaded: LoadedConfig  # what was asked
-    now: Plan  # what was asked, as it was asked
+    loaded: LoadedConfig  # as requested
+    now: Plan  # the requested config, unchanged
     options: tuple[Option, ...]  # ranked: fits, then kind, then tokens/s
-    best: int | None  # the option to take; None where nothing fits
-    safest: int | None  # fits even where the prediction misses: the most room among those nearly as fast
-    evaluated: int  # candidates weighed, of which each option was simulated in full
+    best: int | None  # the option to take; None if nothing fits
+    safest: int | None  # fits even if the prediction misses: the most room among those nearly as fast
+    evaluated: int  # candidates considered; only the options were simulated in full
     verdict: str
     why: tuple[str, ...]  # what explains the verdict, a sentence each
     hours_limit: float | None = None
-    seeks_a_model: bool = False  # the answer is a model, not a setting of the one asked for
-    proposed: bool = False  # from nothing: there was no config, the best option is one
+    seeks_a_model: bool = False  # the answer is a model, not a setting of the requested one
+    proposed: bool = False  # there was no config: the best option is one
 
     @property
     def chosen(self) -> Option | None:
@@ -104,12 +105,15 @@ class Fit(msgspec.Struct, frozen=True):
 
     @property
     def is_yes(self) -> bool:
-        """Whether something fits, in time, that was asked for: the same training, or a model that was to be found."""
+        """Whether what was requested fits in time: the same training, or a model to be found."""
         chosen = self.chosen
         if chosen is None:
             return False
         in_time = self.hours_limit is None or (chosen.hours is not None and chosen.hours <= self.hours_limit)
         return in_time and (chosen.kind == "same" or self.seeks_a_model)
+
+    def __repr__(self) -> str:
+        return f"<Fit: {self.verdict}; {len(self.options)} options>"
 
     def to_dict(self) -> dict[str, Any]:
         """The fit as the documented JSON object."""

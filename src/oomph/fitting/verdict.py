@@ -13,9 +13,9 @@ from oomph.fitting.search import is_evaluating, is_safe
 from oomph.planning.plan import PROGRAMS, Plan
 
 WORTH_SAYING_MIB = 100.0
-WORTH_SAYING_HOURS = 1.01  # times as long
+WORTH_SAYING_HOURS = 1.01  # times longer
 
-# nanoGPT's model.py: the line of `forward` after which the lines go, and the lines.
+# nanoGPT's model.py: the line of `forward` after which the patch goes, and the patch.
 AFTER = "loss = F.cross_entropy("
 LINES = (
     "            if self.training:",
@@ -40,14 +40,14 @@ def setting(changes: dict[str, KeyValue]) -> str:
 
 
 def name_of(option: Option) -> str:
-    """Who runs it: nanoGPT, nanoGPT with the patch, oomph train."""
+    """The program that runs it: nanoGPT, nanoGPT with the patch, oomph train."""
     return PROGRAMS[option.trainer] + (" with the patch" if option.patched else "")
 
 
 def verdict(now: Plan, options: Sequence[Option], best: int | None, hours: float | None) -> str:
     """The answer on one line."""
     program = now.program
-    card = now.device.name
+    card = now.cards
     if best is None:
         return f"No: nothing tried fits {card}; {_leanest(options)}"
     chosen = options[best]
@@ -74,14 +74,16 @@ def _other(now: Plan, chosen: Option) -> bool:
 
 
 def _pace(option: Option, late: bool) -> str:
-    """Tokens a second and hours; not the hours where the verdict goes on to say that they are too many."""
+    """Tokens a second and hours; no hours if the verdict then says that they are too many."""
     if option.tokens_per_s is None:
         return ""
     return f", {option.tokens_per_s:,.0f} tokens/s" + ("" if late else f", {option.hours:,.1f} h")
 
 
 def _only_just(option: Option) -> str:
-    return ", and only just: it must give cached memory back, which costs time" if option.plan.memory.retries else ""
+    if option.plan.memory.retries:
+        return ", and only just: it must give cached memory back, which costs time"
+    return "" if option.plan.memory.is_sure else ", but not surely"
 
 
 def _late(option: Option, hours: float | None) -> str:
@@ -91,7 +93,7 @@ def _late(option: Option, hours: float | None) -> str:
 
 
 def _leanest(options: Sequence[Option]) -> str:
-    """By how much it fails, and the nearest thing that would do."""
+    """The memory that the leanest setting needs, and by how much that is too much."""
     same = [option for option in options if option.kind == "same" and not option.fits]
     lean = min(same, key=lambda option: option.plan.memory.total_mib)
     missing = -(lean.plan.memory.headroom_mib or 0.0)
@@ -128,7 +130,7 @@ def _what_fills(now: Plan) -> str:
 
 
 def _unchanged_elsewhere(now: Plan, options: Sequence[Option]) -> Iterator[str]:
-    """The same batch under another program, and what that program does not hold."""
+    """The same batch under another program, and what that program does not keep in memory."""
     if now.memory.fits:
         return
     for option in options:
@@ -175,7 +177,7 @@ def _compile(now: Plan, options: Sequence[Option]) -> Iterator[str]:
 
 
 def _evaluation(options: Sequence[Option], best: int) -> Iterator[str]:
-    """Where evaluations take much of the run: what they take, and the setting whose run is the shortest."""
+    """If evaluations take much of the run: what they take, and the setting whose run is the shortest."""
     chosen = options[best]
     if chosen.plan.time is None or not is_evaluating(chosen.plan):
         return
@@ -214,7 +216,7 @@ def _margin(options: Sequence[Option], best: int, safest: int | None) -> Iterato
 
 
 def _none_safe(options: Sequence[Option], best: int) -> str:
-    """That no setting of the best one's program has a sure margin, and where there is more room."""
+    """The sentence that no setting of the best one's program has a sure margin, and which has more room."""
     chosen = options[best]
     none = f"no setting of {name_of(chosen)} is safe: each fits by less than the prediction may miss"
     others = [place for place, option in enumerate(options) if option.fits and name_of(option) != name_of(chosen)]
@@ -231,7 +233,7 @@ def _none_safe(options: Sequence[Option], best: int) -> str:
 
 
 def _slower(option: Option, other: Option) -> float:
-    """By how many percent; negative where it is faster."""
+    """By how many percent it is slower; negative if it is faster."""
     return 100 * (1 - (option.tokens_per_s or 1.0) / (other.tokens_per_s or 1.0))
 
 
@@ -263,7 +265,7 @@ def _in_the_hours(option: Option, hours: float) -> Iterator[str]:
 def with_reason(
     option: Option, options: Sequence[Option], best: int | None, safest: int | None, hours: float | None
 ) -> Option:
-    """The option with the sentence that says why to take it or leave it."""
+    """The option with a sentence on why to take it or not."""
     return msgspec.structs.replace(option, reason=_reason(option, options, best, safest, hours))
 
 
@@ -277,7 +279,7 @@ def _reason(
         return "only just: it must give cached memory back, which costs time"
     late = ", too long" if _late(option, hours) else ""
     if best is not None and option is options[best]:
-        also = ", and the safest" if safest == best else ""
+        also = ", the safest" if safest == best else "" if memory.is_sure else ", not surely"
         return f"best{also}{late}"
     if safest is not None and option is options[safest]:
         return f"safest: {memory.headroom_mib:,.0f} MiB free{late}"
@@ -291,7 +293,7 @@ def _reason(
 
 
 def _done(option: Option, best: Option, change: float) -> str:
-    """Where the run's hours turn the order of the steps: evaluations take whole batches."""
+    """A sentence if the order by hours differs from that by steps: evaluations take whole batches."""
     hours, others = option.hours or 0.0, best.hours or 0.0
     if change < 0 and hours < others / WORTH_SAYING_HOURS:
         return " a step, but done sooner"
@@ -299,6 +301,6 @@ def _done(option: Option, best: Option, change: float) -> str:
 
 
 def smallest_card(need_mib: float) -> Device | None:
-    """The card with the least memory on which a process can have that much; None where there is none."""
+    """The card with the least memory on which a process can use that much; None if there is none."""
     cards = [card for card in all_devices() if card.kind == "cuda" and card.usable_mib >= need_mib]
     return min(cards, key=lambda card: (card.usable_mib, -(card.tflops_fp16 or 0.0)), default=None)

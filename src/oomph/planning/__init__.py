@@ -1,1 +1,1 @@
-"""A config put on a device: the plan, its notes, and who holds the peak. `oomph.plan` is the public face."""
+"""A config put on a device: the plan, its notes, and what holds the peak memory. `oomph.plan` is the public face."""

@@ -1,8 +1,9 @@
-"""Who holds the peak, in sentences, and what would take the largest part away."""
+"""What the peak memory consists of, in sentences, and what would remove the largest part."""
 
 from __future__ import annotations
 
 from oomph.planning.plan import Plan
+from oomph.step.models import unsloth
 from oomph.step.ops import Kernel, Kind, Phase
 from oomph.units import counted, mib
 
@@ -10,7 +11,7 @@ LOGITS_SHARE = 0.5  # a buffer of at least this share of the half-precision logi
 
 
 def peak_sentences(about: Plan, lean: Plan | None = None) -> list[str]:
-    """Who holds the peak and how much of it, the largest share first.
+    """What holds the peak memory and how much of it, the largest share first.
 
     With `lean`, the same run from `without_returned_logits`, also what not returning the logits would save.
     """
@@ -32,7 +33,7 @@ def _share(about: Plan, size_mib: float) -> str:
 
 
 def _logits(about: Plan) -> str | None:
-    """The buffers of tokens × vocabulary: how many, their names and their size; None where there are none."""
+    """The buffers of tokens × vocabulary: how many, their names and their size; None if there are none."""
     config = about.config
     one_bytes = config.batch_size * config.block_size * config.vocab_size * (4 if config.dtype == "float32" else 2)
     large = [b for b in about.memory.peak.live if b.kind is Kind.LOGITS and b.bytes >= LOGITS_SHARE * one_bytes]
@@ -49,6 +50,8 @@ def _layers(about: Plan) -> str:
     held = mib(sum(b.bytes for b in about.memory.peak.live if b.kind in (Kind.ACTIVATIONS, Kind.ATTENTION)))
     if about.traced:
         return f"what the forward keeps for the backward holds {_share(about, held)}"
+    if about.config.trainer == "unsloth" and unsloth.is_offloaded(about.config):
+        return f"activations hold {_share(about, held)}; the inputs of blocks are on the host"
     layers = about.config.n_layer
     scores = "; the T × T scores of attention are never stored" if _is_fused(about) else ""
     keep = "the layer keeps" if layers == 1 else f"the {layers} layers keep"
@@ -56,15 +59,15 @@ def _layers(about: Plan) -> str:
 
 
 def _is_fused(about: Plan) -> bool:
-    """Whether one kernel computes each block's attention, as none does where PyTorch falls back to plain products."""
+    """Whether one kernel computes each block's attention; not if PyTorch falls back to plain products."""
     forward = [op for op in about.steps[-1].sections[0].ops if op.phase in (Phase.FORWARD, Phase.EVAL)]
     return sum(op.kernel is Kernel.ATTENTION for op in forward) >= about.config.n_layer
 
 
 def _weights(about: Plan, shares: dict[str, float]) -> str:
     kinds = {
-        Kind.PARAMETERS: "weights", Kind.HALF_WEIGHTS: "their half copies", Kind.GRADIENTS: "gradients",
-        Kind.OPTIMIZER: "optimizer state",
+        Kind.PARAMETERS: "weights", Kind.HALF_WEIGHTS: "their half copies", Kind.GATHERED: "gathered ones",
+        Kind.GRADIENTS: "gradients", Kind.OPTIMIZER: "optimizer state",
     }  # fmt: skip
     there = {name: shares[kind.value] for kind, name in kinds.items() if shares.get(kind.value)}
     *first, last = there or {"weights": 0.0}

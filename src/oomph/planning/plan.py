@@ -13,11 +13,19 @@ import msgspec
 from oomph import config as configs
 from oomph import devices
 from oomph.config import LoadedConfig, TrainConfig
-from oomph.config.schema import TRANSFORMERS
+from oomph.config.layer import EACH_DEVICES
+from oomph.config.lengths import mean_length, padded_length
+from oomph.config.programs import TRANSFORMERS
+from oomph.config.shape import OF_THE_MODEL
 from oomph.devices import Device
-from oomph.errors import InputError, Problem, nearest
+from oomph.devices.links import find_link, find_network, usual_link, usual_network
+from oomph.display import Displayed
+from oomph.errors import InputError, Problem
+from oomph.planning.loading import Loading, loading
 from oomph.planning.notes import about_own_model, notes
+from oomph.planning.refusals import check_options, refuse
 from oomph.predict import clock, cost
+from oomph.predict.links import wires
 from oomph.predict.memory import Footprint, footprint
 from oomph.predict.run_time import Time as Time
 from oomph.predict.run_time import predict_time
@@ -25,28 +33,29 @@ from oomph.predict.run_time import tokens_per_step as tokens_per_step
 from oomph.step import build as steps
 from oomph.step import parameters as params
 from oomph.step.collector import uncollected
-from oomph.step.models import unknown_targets
+from oomph.step.models.common import document_length
 from oomph.step.ops import Kernel, Phase, Step
 from oomph.step.parameters import Parameter
+from oomph.step.sharding.groups import is_sharded
+from oomph.step.trace.cache import OwnModel
 
 PROGRAMS = {
-    "nanogpt": "nanoGPT", "oomph": "oomph train", "hf": "transformers' Trainer", "torch": "a plain PyTorch loop",
-    "nanochat": "nanochat",
+    "nanogpt": "nanoGPT", "oomph": "oomph train", "hf": "transformers' Trainer", "trl": "TRL's SFTTrainer",
+    "torch": "a plain PyTorch loop", "nanochat": "nanochat", "torchtune": "torchtune", "litgpt": "litgpt",
+    "torchtitan": "torchtitan", "unsloth": "Unsloth",
 }  # fmt: skip
-OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}  # whose plan is shown beside that of the one asked for
+_OTHER_TRAINER = {"nanogpt": "oomph", "oomph": "nanogpt"}
 Config = LoadedConfig | TrainConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 POSITIONS = "transformer.wpe.weight"  # nanoGPT counts its parameters without them, and so does oomph train
-# Keys that change neither an operation nor a buffer of a step: configs that differ in these alone share their steps.
+# Keys that change neither an operation nor a buffer of a step: configs that differ only in these share their steps.
 NOT_IN_A_STEP = (
     "out_dir", "eval_interval", "log_interval", "always_save_checkpoint", "wandb_log", "wandb_project",
     "wandb_run_name", "dataset", "learning_rate", "max_iters", "decay_lr", "warmup_iters", "lr_decay_iters", "min_lr",
-    "dataset_tokens", "seed", "expandable_segments",
+    "dataset_tokens", "seed", "expandable_segments", "num_train_epochs", "num_samples", "link", "network",
+    "sample_tokens", "time_limit", "until_loss",
 )  # fmt: skip
 
 PRODUCTS_A_BLOCK = 5  # queries, keys and values; attention; its projection; two of the MLP
-
-# A step takes longer than a kernel's launch and less than a year; a board draws some power.
-POSSIBLE = {"step_ms": (0.001, 3.2e10), "watts": (0.001, 1e6)}
 
 
 class _Built(NamedTuple):
@@ -56,27 +65,28 @@ class _Built(NamedTuple):
     steps: tuple[Step, Step]  # the first and a later one
     notes: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()  # names of the parameters that get no gradient
-    source: str = "described"  # which way the operations came
+    source: str = "described"  # how the operations were obtained
 
 
 class Model(msgspec.Struct, frozen=True):
     """The model's size, counted in several ways."""
 
     params: int
-    params_nanogpt: int  # as its program prints them: nanoGPT leaves its position embeddings out
+    params_nanogpt: int  # as its program prints them: nanoGPT leaves out its position embeddings
     decay_params: int
     no_decay_params: int
     decay_tensors: int
     no_decay_tensors: int
     groups: dict[str, int]  # parameters by part of the model
-    params_frozen: int = 0  # of `params`, those that get no gradient: they have no optimizer state either
+    trainable_params: int  # with a gradient and optimizer state
+    params_frozen: int = 0  # included in `params`, without gradient and optimizer state
 
 
 class Compute(msgspec.Struct, frozen=True):
     """Arithmetic, a multiply and an add counted as two."""
 
     flops_per_token: float  # nanoGPT's formula, full attention
-    flops_per_token_causal: float  # attention's lower triangle alone
+    flops_per_token_causal: float  # only attention's lower triangle
     flops_per_token_executed: float  # summed over operations, recomputation included
     flops_per_step: float
     total_flops: float
@@ -92,7 +102,7 @@ class Data(msgspec.Struct, frozen=True):
     tokens_per_param: float
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(Displayed, msgspec.Struct, frozen=True):
     """What one training run needs on one device. `to_dict` is the JSON contract."""
 
     loaded: LoadedConfig
@@ -104,9 +114,14 @@ class Plan(msgspec.Struct, frozen=True):
     data: Data
     energy: cost.Energy | None
     notes: tuple[str, ...]
-    steps: tuple[Step, ...]  # what runs: the first optimizer step and a later one, or an evaluation alone
-    traced: str | None = None  # the user's own model, where it was traced instead of nanoGPT's
-    source: str = "described"  # which way the operations came: described, traced, or a compiled trace
+    steps: tuple[Step, ...]  # what runs: the first optimizer step and a later one, or only an evaluation
+    source: str = "described"  # how the operations were obtained: described, traced, or a compiled trace
+    loading: Loading | None = None  # what loading the model takes, unless it is trained from scratch
+
+    @property
+    def traced(self) -> str | None:
+        """The user's own model, if one was traced in place of the config's."""
+        return self.loaded.model
 
     @property
     def program(self) -> str:
@@ -117,10 +132,23 @@ class Plan(msgspec.Struct, frozen=True):
     def config(self) -> TrainConfig:
         return self.loaded.config
 
+    @property
+    def cards(self) -> str:
+        """What it runs on: "GeForce RTX 4090", "4 × GeForce RTX 4090"."""
+        count = self.config.world_size
+        return self.device.name if count == 1 else f"{count} × {self.device.name}"
+
+    def __repr__(self) -> str:
+        memory, time = self.memory, self.time
+        fits = {True: "fits", False: "does not fit", None: "runs"}[memory.fits]
+        room = "" if memory.capacity_mib is None else f" of {memory.capacity_mib:,.0f}"
+        pace = "" if time is None else f", {time.tokens_per_s:,.0f} tokens/s, {time.hours:,.1f} h"
+        return f"<Plan: {self.program} {fits} on {self.cards}: {memory.total_mib:,.0f}{room} MiB{pace}>"
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as the documented JSON object, without the figures that could not be predicted."""
         result: dict[str, Any] = {
-            "config": msgspec.to_builtins(self.config) | {"sources": dict(self.loaded.sources)},
+            "config": self._config(),
             "device": msgspec.to_builtins(self.device),
             "model": msgspec.to_builtins(self.model),
             "memory": self.memory.to_dict(),
@@ -130,8 +158,16 @@ class Plan(msgspec.Struct, frozen=True):
             "energy": msgspec.to_builtins(self.energy),
             "notes": list(self.notes),
             "source": self.source,
+            "loading": msgspec.to_builtins(self.loading),
         }
         return {name: _without_none(value) for name, value in result.items() if value is not None}
+
+    def _config(self) -> dict[str, Any]:
+        """Every key with its source; of a traced model's shape only what its own config states."""
+        sources = self.loaded.sources
+        hidden = {key for key in OF_THE_MODEL if self.traced is not None and sources[key] != self.traced}
+        values = {key: value for key, value in msgspec.to_builtins(self.config).items() if key not in hidden}
+        return values | {"sources": {key: where for key, where in sources.items() if key not in hidden}}
 
 
 def _without_none(value: Any) -> Any:
@@ -141,7 +177,7 @@ def _without_none(value: Any) -> Any:
 @uncollected()
 def plan(
     config: Config = None,
-    device: Device | str | None = None,
+    gpu: Device | str | None = None,
     *,
     reserve_mib: float = 0.0,
     step_ms: float | None = None,
@@ -149,120 +185,136 @@ def plan(
     price_kwh: float | None = None,
     price_hour: float | None = None,
     currency: str = cost.PRICE_CURRENCY,
-    model: str | None = None,
+    model: str | OwnModel | None = None,
+    **keys: Any,
 ) -> Plan:
-    """What training `config` on `device` needs.
+    """What training `config` on `gpu` needs.
 
-    `config` is a preset ("gpt2"), a file, a mapping of keys, or a `TrainConfig`; `device` a card's name, a `Device`,
-    or None for this machine. `reserve_mib` is kept free for the desktop and other programs. `step_ms` and `watts`
-    replace the predicted step time and the card's draw by measured ones. `price_kwh` is electricity's, `price_hour` a
-    rented card's, both in `currency`. `model` ("file.py:function", or a Hugging Face config.json) is traced in place
-    of nanoGPT's; it needs torch, and runs the file. Raises `InputError` with everything that is wrong.
+    `config` is a preset ("gpt2"), a file, a mapping of keys, or a `TrainConfig`; `keys` are config keys over it
+    (`batch_size=8`). `gpu` is a card's name, a `Device`, or None for this machine. `reserve_mib` is kept free for the
+    desktop and other programs. `step_ms` and `watts` replace the predicted step time and the card's draw by measured
+    ones. `price_kwh` is electricity's, `price_hour` a rented card's, both in `currency`. `model` ("file.py:function",
+    or a Hugging Face config.json) is traced in place of the config's; it needs torch, and runs the file. Raises
+    `InputError` with everything that is wrong.
     """
     numbers = {"reserve_mib": reserve_mib, "step_ms": step_ms, "watts": watts}
     check_options(**numbers, price_kwh=price_kwh, price_hour=price_hour, currency=currency)
-    loaded = configs.as_loaded(config)
-    chosen = choose_device(device, loaded.config, measure=False)
-    loaded = configs.settle(loaded, chosen, own_model=model is not None)
+    loaded = configs.as_loaded(config, keys, model.spec if isinstance(model, OwnModel) else model)
+    if isinstance(gpu, str):
+        loaded, gpu = _with_cards(loaded, gpu)
+    chosen = choose_device(gpu, loaded.config, measure=False)
+    loaded = joined(configs.settle(loaded, chosen), chosen)
     settled = loaded.config
-    _refuse(loaded, traced=model is not None)
-    built = _traced(model, settled, chosen) if model else _described(settled, chosen)
-    if device is None and chosen.kind == "cpu":
+    refuse(loaded)
+    own = model if isinstance(model, OwnModel) else OwnModel(loaded.model) if loaded.model is not None else None
+    built = _traced(own, settled, chosen) if own else _described(settled, chosen)
+    if gpu is None and chosen.kind == "cpu":
         chosen = choose_device(None, settled)  # measuring the CPU takes seconds: only once nothing can be wrong
     steps, counts = built.steps, _model(built, settled.trainer)
-    compute, data = _compute(settled, steps[1], traced=model is not None), _data(settled, counts)
-    times = clock.predict_times(steps[1], settled, chosen)
+    paced = msgspec.structs.replace(settled, mean_length=None, lengths=None) if own else at_usual_length(settled)
+    later = steps[1] if own or paced is settled else _described(paced, chosen).steps[1]
+    compute, data = _compute(paced, later, traced=own is not None), _data(paced, counts)
+    times = clock.predict_times(later, paced, chosen)
     running = _runs(steps, settled)
-    timed = msgspec.structs.replace(settled, n_layer=_blocks(steps[1])) if model else settled
-    time = predict_time(timed, chosen, compute.flops_per_step, times, steps[1], step_ms)
+    timed = msgspec.structs.replace(paced, n_layer=_blocks(later)) if own else paced
+    time = predict_time(timed, chosen, compute.flops_per_step, times, later, step_ms)
+    kwh, hours = cost.PRICE_PER_KWH if price_kwh is None else price_kwh, time.hours if time else None
+    energy = cost.energy(chosen, hours, kwh, currency, cards=settled.world_size, watts=watts, price_hour=price_hour)
+    process = with_imports(chosen, settled)
     return Plan(
         loaded=loaded,
         device=chosen,
         model=counts,
-        memory=footprint(running, settled, with_imports(chosen, settled), reserve_mib, built.source),
+        memory=footprint(running, settled, process, reserve_mib, built.source),
         time=time,
         compute=compute,
         data=data,
-        energy=cost.energy(
-            chosen,
-            time.hours if time else None,
-            price_kwh=cost.PRICE_PER_KWH if price_kwh is None else price_kwh,
-            currency=currency,
-            cards=settled.world_size,
-            watts=watts,
-            price_hour=price_hour,
-        ),
-        notes=(*loaded.notes, *chosen.notes, *notes(loaded, chosen, own_model=model), *built.notes),
+        energy=energy,
+        notes=(*loaded.notes, *chosen.notes, *notes(loaded, chosen), *built.notes),
         steps=running,
-        traced=model,
         source=built.source,
+        loading=None if own or is_sharded(settled) else loading(settled, chosen, process.context_mib or 0.0),
     )
 
 
+def at_usual_length(config: TrainConfig) -> TrainConfig:
+    """The config of a mean batch. Samples are padded to the longest of their batch at most, or not at all: the peak is
+    the longest batch's, the time the mean one's. Packed rows are all full."""
+    if config.packing == "packed" or config.tensor_parallel_degree > 1:
+        return config
+    mean, padded = mean_length(config), padded_length(config)
+    if mean == padded == config.block_size:
+        return config
+    return msgspec.structs.replace(config, block_size=padded, mean_length=mean, lengths=None)
+
+
+def _with_cards(loaded: LoadedConfig, named: str) -> tuple[LoadedConfig, str]:
+    """The config with the number of cards per machine in the name ("8xH100"), and the card's name."""
+    name, each = devices.split_count(named)
+    if each is None or loaded.said("world_size"):
+        return loaded, name
+    count, nodes = devices.all_cards(each, loaded.config.nodes if loaded.said("nodes") else None)
+    steps, shared = loaded.config.gradient_accumulation_steps, max(1, count // loaded.config.tensor_parallel_degree)
+    by_default = loaded.config.trainer in (*TRANSFORMERS, "torchtitan") and not loaded.said(
+        "gradient_accumulation_steps"
+    )
+    if by_default or loaded.sources["gradient_accumulation_steps"].endswith(EACH_DEVICES):
+        steps *= shared  # the setting, or its default, is per device
+    if count < 1 or steps % shared:
+        what = "gradient_accumulation_steps is not a multiple of the cards"
+        raise InputError(Problem(f"gpu={named!r}", what, f"{count} cards", f"divisors of {steps}"))
+    config = msgspec.structs.replace(loaded.config, world_size=count, nodes=nodes, gradient_accumulation_steps=steps)
+    sources = loaded.sources | dict.fromkeys(("world_size", "nodes"), f"gpu={named!r}")
+    return msgspec.structs.replace(loaded, config=config, sources=sources), name
+
+
+def joined(loaded: LoadedConfig, device: Device) -> LoadedConfig:
+    """A settled config with the links between its cards filled in. Raises `InputError` for those that do not exist."""
+    config, decided = loaded.config, dict[str, tuple[str, str]]()
+    if config.world_size < config.nodes:
+        what, allowed = "more machines than devices", "--gpu 8xNAME, the cards of one machine, or world_size"
+        raise InputError(Problem(loaded.sources["nodes"], what, f"nodes = {config.nodes}", allowed))
+    if config.world_size % config.tensor_parallel_degree:
+        where, found = loaded.sources["tensor_parallel_degree"], f"{config.world_size} devices"
+        what = f"world_size is not a multiple of tensor_parallel_degree = {config.tensor_parallel_degree}"
+        raise InputError(Problem(where, what, found, "--gpu 8xNAME, or world_size"))
+    if config.world_size == 1 or device.kind not in ("cuda", "rocm"):
+        return loaded
+    if config.link is None:
+        decided["link"] = usual_link(device)
+    else:
+        find_link(config.link, device)
+    if config.nodes > 1 and config.network is None:
+        decided["network"] = usual_network(device)
+    elif config.network is not None:
+        find_network(config.network)
+    filled = msgspec.structs.replace(config, **{key: value for key, (value, _) in decided.items()})
+    sources = loaded.sources | {key: f"default: {reason}" for key, (_, reason) in decided.items()}
+    return msgspec.structs.replace(loaded, config=filled, sources=sources)
+
+
+def other_trainer(config: TrainConfig) -> str | None:
+    """The trainer whose plan of the same run is shown beside the requested one's; nanoGPT has no adapters."""
+    return _OTHER_TRAINER.get(config.trainer) if config.method == "full" else None
+
+
 def without_returned_logits(about: Plan) -> Plan | None:
-    """The same run with a training step that returns only the loss; None where it returns no logits anyway."""
+    """The same run with a training step that returns only the loss; None if it returns no logits anyway."""
     if not about.config.return_logits or about.traced:
         return None
     config = msgspec.structs.replace(about.config, return_logits=False)
     return plan(msgspec.structs.replace(about.loaded, config=config), about.device)
 
 
-def check_options(
-    *, price_kwh: float | None = None, currency: str = cost.PRICE_CURRENCY, **numbers: float | None
-) -> None:
-    """Raises `InputError` for options of `plan` that are out of range, and for a currency without a price in it."""
-    problems = []
-    for name, value in {**numbers, "price_kwh": price_kwh}.items():
-        least, most = POSSIBLE.get(name, (0.0, 1e12))
-        if value is not None and not least <= value <= most:
-            allowed = f"a number from {least:g} to {most:,.0f}"
-            problems.append(Problem(name, "is out of range", found=str(value), allowed=allowed))
-    if price_kwh is None and currency != cost.PRICE_CURRENCY:
-        allowed = f"--price_kwh=PRICE in {currency}; the default price is in {cost.PRICE_CURRENCY}"
-        problems.append(Problem("currency", "a price is needed with it", found=currency, allowed=allowed))
-    if problems:
-        raise InputError(problems)
-
-
-def _refuse(loaded: LoadedConfig, traced: bool) -> None:
-    """Raise `InputError` for what the model cannot have: the model alone tells, not its config."""
-    if not traced:
-        _check_positions(loaded)
-    if loaded.config.method != "full":
-        _check_targets(loaded, traced)
-
-
-def _check_positions(loaded: LoadedConfig) -> None:
-    """Refuse sequences longer than a model's table of positions, where it has one of its own."""
-    config = loaded.config
-    rows = config.max_position_embeddings
-    if config.trainer in TRANSFORMERS and config.model_type in ("gpt2", "opt") and rows and config.block_size > rows:
-        what, where = "block_size is longer than the table of positions", loaded.sources["block_size"]
-        allowed = f"at most max_position_embeddings = {rows}"
-        raise InputError(Problem(where, what, f"{config.block_size}", allowed))
-
-
-def _check_targets(loaded: LoadedConfig, traced: bool) -> None:
-    """Refuse adapters on layers that the model does not have, and on a model that is traced."""
-    if traced:
-        what, allowed = "a traced model gets no adapters", "a model that brings them, or one that is described"
-        raise InputError(Problem(loaded.sources["method"], what, f"method = {loaded.config.method!r}", allowed))
-    unknown, known = unknown_targets(loaded.config)
-    where, allowed = loaded.sources["lora_targets"], f"{', '.join(known)} or all-linear"
-    what = "the model has no layer of this name"
-    if unknown:
-        raise InputError([Problem(where, what, each[:60], allowed, nearest(each, known)) for each in unknown[:20]])
-
-
 def choose_device(device: Device | str | None, config: TrainConfig, measure: bool = True) -> Device:
-    """The device asked for, or this machine's own, whose CPU is measured if need be and `measure` allows it.
+    """The requested device, or this machine's own, whose CPU is measured if needed and `measure` allows it.
 
-    Raises `InputError` where a GPU is named and the config is for another kind of device.
+    Raises `InputError` if a GPU is named and the config is for another kind of device.
     """
     if device is None:
         return devices.calibrated(devices.detect(config.device, measure))
     if not isinstance(device, Device | str):
-        raise InputError(Problem("device", "not a device", found=repr(device), allowed="a card's name, or a Device"))
+        raise InputError(Problem("gpu", "not a device", found=repr(device), allowed="a card's name, or a Device"))
     chosen = devices.calibrated(devices.find(device)) if isinstance(device, str) else device
     wanted = config.device.partition(":")[0]
     if wanted in ("cpu", "mps") and chosen.kind not in (wanted, "cpu"):
@@ -279,7 +331,7 @@ def _described(config: TrainConfig, device: Device) -> _Built:
     return _steps(same, device.kind != "cpu", None if usual else device.capability, device.threads)
 
 
-@lru_cache(maxsize=4)  # the same steps answer many questions: another card, a price, a longer run
+@lru_cache(maxsize=4)  # the same steps serve many questions: another card, a price, a longer run
 def _steps(config: TrainConfig, on_gpu: bool, capability: tuple[int, int] | None, threads: int | None) -> _Built:
     first, later = (steps.build(config, on_gpu, first, capability, threads=threads) for first in (True, False))
     parameters = params.parameters(config)
@@ -287,19 +339,23 @@ def _steps(config: TrainConfig, on_gpu: bool, capability: tuple[int, int] | None
 
 
 def _blocks(step: Step) -> int:
-    """How many transformer blocks the user's own model amounts to, by the products of its forward."""
+    """How many transformer blocks the user's own model is equivalent to, by the matrix products of its forward."""
     forward = [op for op in step.sections[0].ops if op.phase is Phase.FORWARD]
     return max(1, round(sum(op.kernel in (Kernel.GEMM, Kernel.ATTENTION) for op in forward) / PRODUCTS_A_BLOCK))
 
 
 def with_imports(device: Device, config: TrainConfig) -> Device:
-    """The device with what torch.optim and transformers import added to its context, where the program has them.
+    """The device with what torch.optim, transformers and NCCL hold added to its context, if the program uses them.
 
     oomph train's own AdamW imports nothing.
     """
     own = config.trainer == "oomph" and config.optimizer == "adamw" and config.optimizer_loop == "fused"
     more = 0 if own else device.optimizer_mib
     more += device.transformers_mib if config.trainer in TRANSFORMERS else 0
+    between = wires(config, device)
+    more += round(between.nccl_mib) if between is not None else 0
+    if between is not None and 1 < config.tensor_parallel_degree < config.world_size:
+        more += round(between.link.nccl_mib)  # another communicator, of those that split the layers
     return msgspec.structs.replace(device, context_mib=device.context_mib + more)
 
 
@@ -311,17 +367,15 @@ def _runs(steps: tuple[Step, Step], config: TrainConfig) -> tuple[Step, ...]:
     return (Step(steps[0].resident, evaluation),)
 
 
-def _traced(model: str, config: TrainConfig, device: Device) -> _Built:
+def _traced(own: OwnModel, config: TrainConfig, device: Device) -> _Built:
     """The user's own model, traced."""
-    from oomph.step.trace.cache import traced
-
     on_gpu = device.kind != "cpu"
-    found = traced(model, config, on_gpu, steps.workspaces(device.capability) if on_gpu else ())
+    first, later = (steps.build(config, on_gpu, first, device.capability, own=own) for first in (True, False))
+    found = own.at(config, on_gpu)
     facts = found.facts
-    buckets = steps.gradient_buckets(config, facts.trained)
-    first, later = (Step((*step.resident, *buckets), step.sections) for step in found.steps)
     frozen = {p.name for p in facts.parameters} - {p.name for p in facts.trained}
-    return _Built(facts.parameters, (first, later), about_own_model(found, config), frozenset(frozen), found.source)
+    told = about_own_model(found, config, on_gpu)
+    return _Built(facts.parameters, (first, later), told, frozenset(frozen), found.source)
 
 
 def _model(built: _Built, trainer: str) -> Model:
@@ -339,6 +393,7 @@ def _model(built: _Built, trainer: str) -> Model:
         decay_tensors=len(decayed),
         no_decay_tensors=len(kept),
         groups=params.by_group(parameters),
+        trainable_params=sum(p.numel for p in trained),
         params_frozen=total - sum(p.numel for p in trained),
     )
 
@@ -347,10 +402,11 @@ def _compute(config: TrainConfig, step: Step, traced: bool) -> Compute:
     tokens = tokens_per_step(config)
     training = [(section.times, op) for section in step.sections for op in section.ops if op.phase is not Phase.EVAL]
     executed = sum(times * op.times * op.flops for times, op in training) * config.world_size / tokens
-    per_token = executed if traced else params.flops_per_token(config)
+    seen = msgspec.structs.replace(config, block_size=document_length(config) or config.block_size)
+    per_token = executed if traced else params.flops_per_token(seen)
     return Compute(
         flops_per_token=per_token,
-        flops_per_token_causal=executed if traced else params.flops_per_token_causal(config),
+        flops_per_token_causal=executed if traced else params.flops_per_token_causal(seen),
         flops_per_token_executed=executed,
         flops_per_step=per_token * tokens,
         total_flops=per_token * tokens * config.max_iters,

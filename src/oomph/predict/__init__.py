@@ -1,1 +1,1 @@
-"""What follows from a list of operations: memory, reserved memory, seconds, energy and money."""
+"""Predictions from a list of operations: allocated and reserved memory, seconds, energy and money."""

@@ -1,4 +1,4 @@
-"""Energy and money: watts times hours, and a price. Your own card costs electricity, a rented one by the hour."""
+"""Energy and money: watts times hours, and a price. Your own card costs electricity, a rented one a rate per hour."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ SUPPLY_EFFICIENCY = 0.90
 
 
 class Energy(msgspec.Struct, frozen=True):
-    """What the run draws and costs. Rents are None where no price an hour is known."""
+    """What the run draws and costs. Rents are None if no hourly price is known."""
 
     watts: float  # the cards alone, all of them
     kwh: float
     cost: float  # electricity for the cards alone
     currency: str
     price_kwh: float
-    measured: bool  # whether somebody measured the watts
+    measured: bool  # whether the watts were measured
     machine_watts: float  # at the wall: cards, the rest of the machine, the power supply's loss
     machine_kwh: float
     machine_cost: float
-    price_hour: float | None = None  # of one rented card, where given
+    price_hour: float | None = None  # of one rented card, if given
     rent: float | None = None  # all cards for the whole run, in `currency`
     rent_usd_low: float | None = None  # the same at the catalogue's lowest and highest on-demand prices
     rent_usd_high: float | None = None
 
 
 def drawn_watts(device: Device) -> float | None:
-    """Watts of one card in training: as measured, else a share of its rated power; None where neither is known."""
+    """Watts of one card in training: as measured, or else a share of its rated power; None if neither is known."""
     if device.drawn_watts is not None:
         return device.drawn_watts
     return None if device.watts is None else POWER_SHARE * device.watts
@@ -51,7 +51,7 @@ def energy(
     watts: float | None = None,
     price_hour: float | None = None,
 ) -> Energy | None:
-    """Energy and cost over all cards; `watts` is one card's measured draw. None where watts or hours are not known."""
+    """Energy and cost over all cards; `watts` is one card's measured draw. None if watts or hours are unknown."""
     each = watts if watts is not None else drawn_watts(device)
     if each is None or hours is None:
         return None

@@ -1,4 +1,4 @@
-"""Memory over a step: what is allocated at each moment, the peak and who holds it, and whether the process fits."""
+"""Memory over a step: bytes allocated at each moment, the peak and who holds it, and whether the process fits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from oomph.config import TrainConfig
 from oomph.devices import Device
 from oomph.predict.allocator.blocks import BLOCK_BYTES
 from oomph.predict.allocator.replay import reserve
-from oomph.predict.spread import Likely, context_spread_mib, spread_of
+from oomph.predict.spread import Likely, context_spread_mib, kernels_mib, spread_of
 from oomph.step.ops import Buffer, Kind, Op, Section, Step
 from oomph.units import MIB, mib
 
-CUDA_ROUNDING_BYTES = BLOCK_BYTES  # what the caching allocator rounds every size up to
+CUDA_ROUNDING_BYTES = BLOCK_BYTES  # the caching allocator rounds every size up to a multiple of this
 ROUNDING = "rounding by the allocator"
 
 
 class Peak(msgspec.Struct, frozen=True):
-    """The moment when most is allocated, and every buffer alive then, the largest first."""
+    """The moment with the most allocated memory, and every buffer alive then, the largest first."""
 
     allocated_bytes: int  # each buffer rounded up; the caching allocator may add the tail of a block it does not split
     section: Section
@@ -98,7 +98,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 def timeline(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Timeline:
-    """What is allocated during each operation of the step."""
+    """Bytes allocated during each operation of the step."""
     now = dict.fromkeys(Kind, 0)
     for buffer in step.resident:
         now[buffer.kind] += buffer.bytes
@@ -125,7 +125,7 @@ def timeline(step: Step, rounding_bytes: int = CUDA_ROUNDING_BYTES) -> Timeline:
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one kind of buffer holds of the memory allocated at the peak."""
+    """One kind of buffer's share of the memory allocated at the peak."""
 
     name: str
     mib: float
@@ -134,20 +134,27 @@ class Share(msgspec.Struct, frozen=True):
 class Footprint(msgspec.Struct, frozen=True):
     """The memory of one training process."""
 
-    total_mib: float  # what nvidia-smi shows for the process; where it does not fit, what it would show
+    total_mib: float  # what nvidia-smi shows for the process, or would show if it fitted
     allocated_mib: float  # torch.cuda.max_memory_allocated
     reserved_mib: float  # torch.cuda.max_memory_reserved
     context_mib: float  # what the process takes before its first tensor
-    capacity_mib: float | None  # what a process can use on this device, less what is kept free
-    fits: bool | None  # runs without an out-of-memory error, if need be by emptying the allocator's cache
-    p_fits: float | None  # how probable that is, 0 to 1
+    capacity_mib: float | None  # what a process can use on this device, less the reserve
+    fits: bool | None  # runs without an out-of-memory error, if necessary by emptying the allocator's cache
+    p_fits: float | None  # the probability of that, 0 to 1
     headroom_mib: float | None  # capacity less the total; negative: what is missing
     retries: int  # how often the allocator has to empty its cache; each time costs time
     peak_at: str
-    breakdown: tuple[Share, ...]  # sums to allocated_mib
-    low_mib: float  # in 95 of 100 runs the total lies between these
+    breakdown: tuple[Share, ...]  # adds up to allocated_mib
+    low_mib: float  # the total lies between these in 95 of 100 runs
     high_mib: float
     peak: Peak
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether `fits` holds even if the prediction is off by its largest error. True if the room is not known."""
+        if self.capacity_mib is None:
+            return True
+        return self.high_mib <= self.capacity_mib if self.fits else self.low_mib > self.capacity_mib
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON contract's `memory`."""
@@ -159,19 +166,19 @@ class Footprint(msgspec.Struct, frozen=True):
 def footprint(
     steps: Sequence[Step], config: TrainConfig, device: Device, reserve_mib: float = 0.0, source: str = "described"
 ) -> Footprint:
-    """The memory of a process that runs these steps, a run's first ones, one after another.
+    """The memory of a process that runs these steps, a run's first, one after another.
 
-    `source` is which way they came: "described", or one of the trace's.
+    `source` says where they come from: "described", or the kind of trace.
     """
     on_cpu = device.kind == "cpu"
     peak = _peak(tuple(steps), 1 if on_cpu else CUDA_ROUNDING_BYTES)
-    context_mib = device.context_mib or 0.0
+    context_mib = (device.context_mib or 0.0) + (kernels_mib(config) if device.kind == "cuda" else 0.0)
     capacity_mib = device.usable_mib - reserve_mib if device.usable_mib is not None else None
     room_mib = None if capacity_mib is None else capacity_mib - context_mib
     held = _on_cpu(peak, room_mib) if on_cpu else _on_gpu(steps, config, room_mib)
     total_mib = context_mib + held.reserved_mib
-    spread, more_mib = spread_of(config, device.kind, source), context_spread_mib(config)
-    likely = Likely(context_mib, held.allocated_mib, held.roomy_mib, spread, more_mib)
+    spread, context_spread = spread_of(config, device.kind, source), context_spread_mib(config)
+    likely = Likely(context_mib, held.allocated_mib, held.roomy_mib, spread, context_spread)
     return Footprint(
         total_mib=total_mib,
         allocated_mib=held.allocated_mib,
@@ -184,43 +191,43 @@ def footprint(
         retries=held.retries,
         peak_at=peak.at,
         breakdown=_breakdown(peak, held.allocated_mib),
-        low_mib=min(total_mib, likely.low_mib),
+        low_mib=min(total_mib, likely.least_mib if held.retries else likely.low_mib),
         high_mib=max(total_mib, capacity_mib if held.retries and capacity_mib is not None else likely.high_mib),
         peak=peak,
     )
 
 
-# The same steps have the same peak on every card, and reserve the same where there is room. Steps compare by identity,
-# so a lookup costs next to nothing.
+# The same steps have the same peak on every card, and reserve the same with unlimited capacity. Steps compare by
+# identity, so a lookup costs next to nothing.
 _peak = lru_cache(maxsize=4)(find_peak)
 _roomy = lru_cache(maxsize=4)(reserve)
 
 
 def _breakdown(peak: Peak, allocated_mib: float) -> tuple[Share, ...]:
-    """Shares of the peak by kind; the last is what the allocator adds to what tensors ask for."""
+    """Shares of the peak by kind; the last is the allocator's rounding."""
     shares = [Share(name, mib(size)) for name, size in peak.by_kind().items()]
     added_mib = allocated_mib - sum(share.mib for share in shares)
     return (*shares, Share(ROUNDING, added_mib)) if added_mib > 0 else tuple(shares)
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """What the allocator holds, and whether the device can give it."""
+    """What the allocator holds, and whether the device has it."""
 
     allocated_mib: float
     reserved_mib: float
-    roomy_mib: float  # what it reserves where there is room
+    roomy_mib: float  # what it reserves with unlimited capacity
     fits: bool | None
     retries: int = 0
 
 
 def _on_cpu(peak: Peak, room_mib: float | None) -> _Held:
-    """The CPU's allocator keeps no cache."""
+    """The CPU's allocator holds what is allocated: it keeps no cache."""
     allocated_mib = mib(peak.allocated_bytes)
     return _Held(allocated_mib, allocated_mib, allocated_mib, None if room_mib is None else allocated_mib <= room_mib)
 
 
 def _on_gpu(steps: Sequence[Step], config: TrainConfig, room_mib: float | None) -> _Held:
-    """First with unlimited room; where that is too much, on this card, which empties its cache before failing."""
+    """With unlimited capacity first; if that is too much, with this card's, emptying the cache before failing."""
     roomy = _roomy(tuple(steps), None, config.expandable_segments)
     allocated_mib, reserved_mib = mib(roomy.peak_allocated_bytes), mib(roomy.peak_reserved_bytes)
     if room_mib is None or reserved_mib <= room_mib:

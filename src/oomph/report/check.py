@@ -1,4 +1,4 @@
-"""The report of a check: predicted, measured, error, a line each."""
+"""The report of a check: predicted, measured and error, one line per figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = (doc.Column("", words=True), doc.Column("predicted"), doc.Column("meas
 
 
 def document(check: Check) -> doc.Document:
-    """The report; in detail how each figure was measured."""
+    """The report; its details say how each figure was measured."""
     config = check.plan.config
     size = f"{shape(check.plan)}, block {config.block_size}, batch {config.batch_size}"
     vocabulary = "" if check.plan.traced else f"vocabulary {config.vocab_size}, "

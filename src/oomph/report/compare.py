@@ -12,8 +12,8 @@ from oomph.runs.verdicts import GoalVerdict
 from oomph.units import count, duration, tflops
 
 UNKNOWN = "–"
-SETTINGS = 4  # shown on one screen
-ROWS = 6  # of losses on one axis; JSON has them all
+SETTINGS = 2  # shown on one screen
+ROWS = 6  # of losses per axis; JSON has them all
 METRICS = {
     "params": "parameters",
     "tokens_per_step": "tokens a step",
@@ -50,7 +50,8 @@ def document(found: Comparison) -> doc.Document:
         if name in found.metrics
     )
     goals = tuple(doc.Row((each.goal, _winner(each), each.reason)) for each in found.verdicts)
-    parts: list[doc.Part] = [doc.Title(" against ".join(found.runs)), doc.Table(GOALS, (("", goals),))]
+    first = doc.Verdict(found.sentence, "info" if found.sentence.startswith("No winner") else "best")
+    parts: list[doc.Part] = [doc.Title(" against ".join(found.runs)), first, doc.Table(GOALS, (("", goals),))]
     parts += [_grid(found, "settings that differ", settings)] if settings else []
     parts += [_grid(found, "figures", metrics)] if metrics else []
     for losses in (each for each in found.losses if each.points):
@@ -69,7 +70,7 @@ def document(found: Comparison) -> doc.Document:
 
 
 def _labels(found: Comparison) -> dict[str, str]:
-    """The figures by name; memory says where it was read, where that is the same in all runs."""
+    """The labels of the figures by name; memory's says where it was read, if that is the same in all runs."""
     places = {reading.name for run in found.measured for reading in run.memory()[:1]}
     return METRICS | ({"memory_mib": f"memory, MiB: {places.pop()}"} if len(places) == 1 else {})
 
@@ -88,7 +89,7 @@ def picture(found: Comparison) -> doc.Picture:
 
 
 def _curves(runs: list[Measured], at: Axis, label: str) -> doc.Chart:
-    """Training losses of single steps behind, validation losses marked in front, where every run has them."""
+    """Training losses of single steps behind, validation losses marked in front, if every run has them."""
     kind = curves.kind_for(runs)
     lines = []
     for index, run in enumerate(runs):
@@ -136,7 +137,7 @@ def _winner(verdict: GoalVerdict) -> str:
 
 
 def _losses(same: Losses) -> tuple[str, tuple[doc.Row, ...]]:
-    """A heading, and a few of the places where all runs have a loss."""
+    """A heading, and rows for a few points at which all runs have a loss."""
     word = "validation" if same.kind == "val" else "training"
     rows = []
     last = len(same.points) - 1

@@ -14,21 +14,23 @@ import msgspec
 
 # "short" stands for "detail" parts on one screen; Markdown and --all have the details in its place.
 Shown = Literal["always", "detail", "short"]
-Mark = Literal["yes", "no", "warning", "best", "info"]
+Mark = Literal["yes", "no", "warning", "best", "info", "maybe"]
 Look = Literal["plain", "strong", "good", "dim"]
 
-# Colour and glyph of each thing that fills memory, the same in every picture; the glyph where there is no colour.
+# Colour and glyph of each component of memory, the same in every picture; the glyph is for output without colour.
 PARTS: dict[str, tuple[str, str]] = {
     "parameters": ("#4e79a7", "█"),
     "gradients": ("#76b7b2", "▓"),
     "optimizer state": ("#59a14f", "▒"),
     "half copies of weights": ("#9c755f", "▚"),
+    "gathered parameters": ("#79706e", "▙"),
     "activations": ("#f28e2b", "▄"),
     "attention": ("#edc948", "▞"),
     "logits and loss": ("#e15759", "▀"),
     "temporaries": ("#b07aa1", "▖"),
     "workspaces": ("#ff9da7", "░"),
     "inputs": ("#86bcb6", "░"),
+    "communication buffers": ("#d37295", "▟"),
 }
 OTHER = ("#9aa0a6", "░")  # rounding, cache, context
 
@@ -78,16 +80,16 @@ class Bars(Part, frozen=True):
 
     @property
     def full_mib(self) -> float:
-        """What the whole scale stands for."""
+        """The MiB at the end of the scale."""
         return max([bar.total_mib for bar in self.bars] + [self.capacity_mib or 0.0])
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A column of a table: of figures, which stay on one line, or of words."""
+    """A column of a table: figures, which stay on one line, or words."""
 
     heading: str
     words: bool = False
-    spare: int = 0  # where the page is too narrow, columns with a number above 0 are left out, the highest first
+    spare: int = 0  # on a narrow page, columns above 0 are left out, the highest first
     detail: bool = False
 
 
@@ -96,7 +98,7 @@ class Row(msgspec.Struct, frozen=True):
 
     cells: tuple[str, ...]
     look: Look = "plain"
-    part: str | None = None  # what fills memory: the row gets its glyph and colour
+    part: str | None = None  # a component of memory: the row gets its glyph and colour
     detail: bool = False
 
 
@@ -107,7 +109,7 @@ class Table(Part, frozen=True):
     groups: tuple[tuple[str, tuple[Row, ...]], ...]
 
     def brief(self) -> Table:
-        """Without the columns, rows and groups that are details."""
+        """The table without the columns, rows and groups that are details."""
         kept = [place for place, column in enumerate(self.columns) if not column.detail]
         groups = [(heading, tuple(_of(row, kept) for row in rows if not row.detail)) for heading, rows in self.groups]
         groups = [group for group in groups if group[1]]
@@ -120,11 +122,12 @@ def _of(row: Row, kept: list[int]) -> Row:
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A sentence, or a title with the sentences behind it, which are its detail."""
+    """A sentence, or a title with sentences as its detail."""
 
     text: str
     title: str = ""
     mark: Mark = "info"
+    code: tuple[str, ...] = ()  # lines to copy, below it
 
 
 class Items(Part, frozen=True):
@@ -141,7 +144,7 @@ class Facts(Part, frozen=True):
 
 
 class Strip(Part, frozen=True):
-    """A row of blocks as high as the values are, and what is where below it. For the terminal alone."""
+    """A sparkline, and labels below it. Only for the terminal."""
 
     title: str
     blocks: str
@@ -164,7 +167,7 @@ class Text(Part, frozen=True):
 
 
 class Next(Part, frozen=True):
-    """The command to type next. For the terminal alone."""
+    """The command to type next. Only for the terminal."""
 
     command: str
     what: str
@@ -177,12 +180,12 @@ class Document(msgspec.Struct, frozen=True):
     more: str = ""
 
     def then(self, *commands: tuple[str, str]) -> Document:
-        """With these commands, and what each does, at its end."""
+        """The document with these commands, and what each does, at its end."""
         return Document((*self.parts, *(Next(*command) for command in commands)), self.more)
 
 
 def sentence_list(heading: str, lines: tuple[str, ...], shown: Shown = "detail") -> list[Part]:
-    """A list of plain sentences, or nothing where there are none."""
+    """A list of plain sentences; empty if there are none."""
     return [Items(heading, tuple(Item(line) for line in lines), shown=shown)] if lines else []
 
 
@@ -212,7 +215,7 @@ class Chart(msgspec.Struct, frozen=True):
 
     @property
     def is_drawable(self) -> bool:
-        """Whether some line has two points, and is one."""
+        """Whether some line has at least two points to draw."""
         return any(sum(x > 0 or not self.log_x for x, _ in line.points) > 1 for line in self.lines)
 
 
@@ -224,7 +227,7 @@ class Area(msgspec.Struct, frozen=True):
     totals: tuple[float, ...]  # MiB of all layers, and of what the allocator adds
     sections: tuple[tuple[str, int], ...]  # (name, its first operation)
     peak: tuple[int, str]  # the operation, and what it is
-    limit: tuple[float, str] | None  # MiB, and what gives them
+    limit: tuple[float, str] | None  # MiB, and whose limit it is
 
 
 class Picture(msgspec.Struct, frozen=True):
@@ -237,11 +240,11 @@ class Picture(msgspec.Struct, frozen=True):
     areas: tuple[Area, ...] = ()
     charts: tuple[Chart, ...] = ()
     names: tuple[str, ...] = ()
-    tip: str = ""  # what a screen reader or a mouse over the picture is told; else the title
+    tip: str = ""  # for screen readers and tooltips; else the title
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int = 25) -> tuple[tuple[float, float], ...]:
-    """Medians of neighbouring points: what single batches hide."""
+    """Running medians, which smooth out the noise of single batches."""
     if len(points) < 3 * window:
         return tuple(points)
     half = window // 2

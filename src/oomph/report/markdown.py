@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oomph.report import document as doc
 
-MARKS = {"yes": "✅ ", "no": "❌ ", "warning": "⚠️ ", "best": "★ ", "info": ""}
+MARKS = {"yes": "✅ ", "no": "❌ ", "warning": "⚠️ ", "best": "★ ", "info": "", "maybe": "❔ "}
 
 
 def to_markdown(document: doc.Document) -> str:
@@ -52,8 +52,9 @@ def _titled(heading: str, text: str) -> str:
 
 
 def _item(item: doc.Item) -> str:
-    text = item.text if item.text.endswith(".") else f"{item.text}."
-    return f"- {MARKS[item.mark]}**{item.title}.** {text}" if item.title else f"- {text}"
+    text = item.text if item.text.endswith(".") or not item.text else f"{item.text}{':' if item.code else '.'}"
+    code = "".join(f"  \n  `{line}`" for line in item.code)
+    return (f"- {MARKS[item.mark]}**{item.title}.** {text}".rstrip() if item.title else f"- {text}") + code
 
 
 def _table(table: doc.Table, rows: tuple[doc.Row, ...]) -> str:

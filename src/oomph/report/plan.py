@@ -1,4 +1,4 @@
-"""The report of one or more plans of the same run: its `Summary`, which the web page gets too, as a document."""
+"""The report of one or more plans of the same run: a `Summary`, which the web page uses too, as a document."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import msgspec
 from oomph.planning import peak
 from oomph.planning.notes import warnings
 from oomph.planning.plan import Plan
+from oomph.planning.scaling import ScalePoint
 from oomph.predict.cost import REST_WATTS, SUPPLY_EFFICIENCY, Energy
 from oomph.predict.memory import Footprint
 from oomph.predict.run_time import CHECKPOINT_BYTES_PER_S, COMPILE_HIGH, COMPILE_LOW, NANOGPT_PEAK_FLOPS, Time
 from oomph.report import document as doc
+from oomph.report.heading import heading
 from oomph.report.timeline import area, sparkline
-from oomph.step.build import keys_read
-from oomph.units import count, counted, duration, figure, memory_size, money, scientific, tflops
+from oomph.units import count, counted, duration, figure, money, scientific, tflops
 
 SPARKLINE_COLUMNS = 78
+SCALING = (
+    doc.Column("cards"), doc.Column("tokens/s"), doc.Column("efficiency"), doc.Column("communication, ms"),
+    doc.Column("exposed, ms"), doc.Column("MiB each"), doc.Column("fits"),
+)  # fmt: skip
 MARKS: dict[bool | None, doc.Mark] = {True: "yes", False: "no", None: "info"}
 PACES = (
     doc.Column("time", words=True),
@@ -27,18 +32,13 @@ PACES = (
     doc.Column("the run"),
     doc.Column("done, if started now", words=True),
 )
-ARCHITECTURES = {  # as their makers write them
-    "gpt2": "GPT", "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE", "olmo2": "OLMo2", "phi3": "Phi-3", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3",
-    "gpt_neox": "GPT-NeoX", "opt": "OPT", "nanochat": "nanochat",
-}  # fmt: skip
 
 
 class ProgramVerdict(msgspec.Struct, frozen=True):
     """Does one program fit?"""
 
     program: str
-    fits: bool | None  # None where the device's memory is not known
+    fits: bool | None  # None if the device's memory is not known
     text: str
 
 
@@ -65,15 +65,16 @@ class Summary(msgspec.Struct, frozen=True):
     paces: tuple[Pace, ...]
     facts: tuple[tuple[str, str], ...]  # (heading, sentence)
     notes: tuple[str, ...]
+    warning: str = ""  # what qualifies the verdicts: the first of them, for one screen
 
 
 def summarise(
     plans: Sequence[Plan], lean: Plan | None = None, now: datetime | None = None, *, brief: bool = False
 ) -> Summary:
-    """The report of one or more plans of the same run; the first is the one asked for.
+    """The report of one or more plans of the same run; the first is the requested one.
 
-    `lean` is that run with a training step that returns no logits: what it would save is said. `brief` leaves out the
-    line over a step, which takes the longest.
+    `lean` is that run with a training step that returns no logits: the report says what it would save. `brief` leaves
+    out the line over a step, which takes the longest.
     """
     first = plans[0]
     bars = tuple(memory_bar(plan) for plan in plans)
@@ -83,18 +84,19 @@ def summarise(
         title=about.text,
         setting=about.lines[0],
         device=about.lines[1],
-        verdicts=tuple(_verdict(plan) for plan in plans),
+        verdicts=tuple(verdict(plan) for plan in plans),
         bars=bars,
         components=tuple(names),
         over_a_step=("", "") if brief else sparkline(first, SPARKLINE_COLUMNS),
         paces=_paces(first, now or datetime.now()),
         facts=tuple(_facts(plans, lean)),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        warning=_warning(first),
     )
 
 
 def joined(first: Summary, other: Summary) -> Summary:
-    """The brief report of two plans from the reports of each: what `summarise` says of both, where the two were made in
+    """The brief report of two plans from the report of each: the same as `summarise` of both, for plans made in
     different processes."""
     own = sum(heading == first.verdicts[0].program for heading, _ in first.facts)
     return msgspec.structs.replace(
@@ -107,19 +109,17 @@ def joined(first: Summary, other: Summary) -> Summary:
     )
 
 
-def heading(plan: Plan) -> doc.Title:
-    """Which model, how it is trained, and on what."""
-    memory = plan.memory
-    room = "" if memory.capacity_mib is None else f", {memory_size(memory.capacity_mib)} for a process"
-    return doc.Title(_title(plan), (_setting(plan), f"{plan.device.name}{room}"))
+def document(plans: Sequence[Plan], summary: Summary, scale: Sequence[ScalePoint] = ()) -> doc.Document:
+    """The report: verdicts, bars, time and cost; in detail every component, pace, fact and note.
 
-
-def document(plans: Sequence[Plan], summary: Summary) -> doc.Document:
-    """The report: verdicts, bars, time and cost; in detail every component, pace, fact and note."""
+    `scale` is the run on fewer cards, if several share it.
+    """
     parts: list[doc.Part] = [
-        doc.Title(summary.title, (summary.setting, summary.device)),
+        *_unasked_cpu(plans[0]),
+        doc.Title(summary.title, (summary.setting, summary.device), shown="detail"),
         *(doc.Verdict(verdict.text, MARKS[verdict.fits]) for verdict in summary.verdicts),
-        *_warning(plans[0]),
+        *([doc.Verdict(summary.warning, "warning", shown="short")] if summary.warning else []),
+        doc.Title(summary.title, (summary.setting, summary.device), shown="short"),  # the answer comes first
         doc.Bars(summary.bars),
         _memory_table(summary),
     ]
@@ -132,6 +132,7 @@ def document(plans: Sequence[Plan], summary: Summary) -> doc.Document:
             for p in summary.paces
         )
         parts.append(doc.Table(PACES, (("", rows),), shown="detail"))
+    parts += _scaling(scale)
     parts.append(doc.Facts(tuple(_in_a_line(plans[0])), shown="short"))
     parts.append(doc.Facts(summary.facts, shown="detail"))
     parts += doc.sentence_list("to know", summary.notes)
@@ -139,14 +140,50 @@ def document(plans: Sequence[Plan], summary: Summary) -> doc.Document:
     return doc.Document(tuple(parts), more)
 
 
-def _warning(plan: Plan) -> list[doc.Part]:
-    """The first warning about the run, for one screen; the notes have them all."""
+def _scaling(scale: Sequence[ScalePoint]) -> list[doc.Part]:
+    """What more cards gain, each with as much work as the first."""
+    if not scale:
+        return []
+    marks = {True: "yes", False: "no", None: ""}
+    rows = [
+        doc.Row(
+            (
+                str(point.cards), f"{point.tokens_per_s:,.0f}", f"{100 * point.efficiency:.0f} %",
+                f"{point.communication_ms:,.0f}", f"{point.exposed_ms:,.0f}", figure_mib(point.total_mib),
+                marks[point.fits],
+            )
+        )
+        for point in scale
+    ]  # fmt: skip
+    parts: list[doc.Part] = [doc.Table(SCALING, (("", tuple(rows)),), shown="detail")]
+    if bound := next((point.cards for point in scale if point.binds), None):
+        text = f"From {bound} cards on the link binds: collectives take longer than the arithmetic that hides them"
+        parts.append(doc.Verdict(text, "info", shown="detail"))
+    return parts
+
+
+def _unasked_cpu(plan: Plan) -> list[doc.Part]:
+    """A first note if the plan is for the CPU because no card was named or found."""
+    if plan.device.kind != "cpu" or plan.loaded.said("device"):
+        return []
+    text = "No GPU here, and none named: this is a plan for this machine's CPU. --gpu 'RTX 4070' plans a card"
+    return [doc.Verdict(text, "warning", shown="short")]
+
+
+def _warning(plan: Plan) -> str:
+    """The first thing that qualifies the verdict; the notes have all of them."""
+    if plan.loaded.foreign:
+        return (
+            f"Without {', '.join(plan.loaded.foreign)}: keys of the fork alone, whose memory and time are not planned"
+        )
+    if plan.loading is not None and plan.loading.fits is False and plan.memory.fits:
+        return f"Loading the model does not fit: {plan.loading.text}".rstrip(".")
     first = [] if plan.traced else warnings(plan.config, plan.device)[:1]
-    return [doc.Verdict(text.rstrip("."), "warning", shown="short") for text in first]
+    return "".join(first).rstrip(".")
 
 
 def picture(plans: Sequence[Plan]) -> doc.Picture:
-    """A bar a program, and the memory of each over one step."""
+    """A bar for each program, and its memory over one step."""
     about = heading(plans[0])
     return doc.Picture(
         about.text,
@@ -154,7 +191,25 @@ def picture(plans: Sequence[Plan]) -> doc.Picture:
         bars=doc.Bars(tuple(memory_bar(plan) for plan in plans)),
         device=plans[0].device.name,
         areas=tuple(area(plan) for plan in plans),
-        tip=" ".join(f"{_verdict(plan).text}." for plan in plans),
+        tip=" ".join(f"{verdict(plan).text}." for plan in plans),
+    )
+
+
+def scaling_picture(scale: Sequence[ScalePoint]) -> doc.Picture:
+    """Tokens a second on more and more cards, beside as many times those of one."""
+    alone = scale[0].tokens_per_s / scale[0].cards
+    lines = (
+        doc.Line("planned", tuple((point.cards, point.tokens_per_s) for point in scale), marked=True),
+        doc.Line("each card as the first", tuple((point.cards, alone * point.cards) for point in scale), index=1),
+    )
+    bound = next((point.cards for point in scale if point.binds), None)
+    told = "the link does not bind" if bound is None else f"from {bound} cards on the link binds"
+    last = scale[-1]
+    return doc.Picture(
+        f"{last.cards} cards: {100 * last.efficiency:.0f} % of {last.cards} times one card's tokens a second",
+        f"Each card has as much work as the first; {told}",
+        charts=(doc.Chart("Scaling", "cards", "tokens/s", lines, from_zero=True),),
+        names=tuple(line.name for line in lines),
     )
 
 
@@ -174,21 +229,26 @@ def figure_mib(size_mib: float) -> str:
 
 
 def _in_a_line(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Time and cost in a line each."""
+    """Time and cost, one line each."""
     time, energy = plan.time, plan.energy
     if time is None:
-        yield "time", "not predicted for this device: see the notes"
+        yield "time", "not predicted: see the notes"
         return
     span = "" if time.basis == "given" else f" ({_between(3600 * time.low_hours, 3600 * time.high_hours)})"
     pace = f"{duration(time.step_ms / 1e3)} a step, {time.tokens_per_s:,.0f} tokens/s"
-    yield "time", f"{pace}; {counted(plan.config.max_iters, 'step')}: {duration(3600 * time.hours)}{span}"
+    if time.communication_ms:
+        waits = "all hidden" if time.exposed_ms < 0.005 * time.step_ms else f"{time.exposed_ms:,.0f} ms exposed"
+        pace += f", {time.communication_ms:,.0f} ms of communication ({waits})"
+    samples = plan.config.num_samples
+    run = f"{counted(plan.config.max_iters, 'step')}{f' for {samples:,} samples' if samples else ''}"
+    yield "time", f"{pace}; {run}: {duration(3600 * time.hours)}{span}"
     if energy is not None:
-        machine = f"{energy.machine_cost:,.2f} for the machine"
-        yield "cost", f"{energy.kwh:,.1f} kWh, {money(energy.cost, energy.currency)}; {machine}{_rent(energy)}"
+        power = f"{money(energy.cost, energy.currency)} of power ({energy.machine_cost:,.2f} with the whole machine)"
+        yield "cost", f"{energy.kwh:,.1f} kWh, {power}{_rent(energy)}"
 
 
 def _between(low_s: float, high_s: float) -> str:
-    """Two lengths of time, the unit said once where it is the same."""
+    """Two durations, with the unit written once if it is the same."""
     low, high = duration(low_s), duration(high_s)
     number, _, unit = low.partition(" ")
     return f"{number if high.endswith(unit) else low} to {high}"
@@ -200,57 +260,12 @@ def _rent(energy: Energy) -> str:
     return "" if energy.rent_usd_low is None else f"; rented from {money(energy.rent_usd_low, 'USD')}"
 
 
-def _title(plan: Plan) -> str:
-    config = plan.config
-    if plan.traced:
-        frozen = f", {count(plan.model.params_frozen)} of them frozen" if plan.model.params_frozen else ""
-        called = f"called with {counted(config.block_size, 'token')} a sequence"
-        return f"{plan.program}, {count(plan.model.params)} parameters{frozen}, {called}"
-    name, size = ARCHITECTURES[config.model_type], count(plan.model.params_nanogpt)
-    shape = f"{counted(config.n_layer, 'layer')} × {config.n_embd}, {counted(config.n_head, 'head')}"
-    return f"{name}, {size} parameters: {shape}, block {config.block_size}, vocab {config.vocab_size:,}"
-
-
-METHOD_NAMES = {"lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA"}
-
-
-def _method(plan: Plan) -> str:
-    """ "QLoRA of rank 16 on q_proj, v_proj over nf4: 7.67 M trained" """
-    config, model = plan.config, plan.model
-    targets = ", ".join(part.strip() for part in (config.lora_targets or "").split(","))
-    base = f" over {config.quantization}" if config.quantization != "off" else ""
-    trained = count(model.params - model.params_frozen)
-    return f"{METHOD_NAMES[config.method]} of rank {config.lora_rank} on {targets}{base}: {trained} trained"
-
-
-def _setting(plan: Plan) -> str:
-    config = plan.config
-    devices = f" on {config.world_size} devices" if config.world_size > 1 else ""
-    extras = [f"first {counted(config.checkpoint_layers, 'block')} checkpointed"] if config.checkpoint_layers else []
-    drops = config.dropout and not plan.traced and "dropout" in keys_read(config)
-    extras += [f"dropout {config.dropout:g}"] if drops else []
-    extras += ["Liger's loss"] if config.fused_loss == "liger" else []
-    extras += [_method(plan)] if config.method != "full" else []
-    how = "compiled" if config.compile else "eager"
-    return ", ".join(
-        [
-            f"{counted(config.batch_size, 'sequence')} × "
-            f"{counted(config.gradient_accumulation_steps, 'micro-step')}{devices} = "
-            f"{counted(plan.data.tokens_per_step, 'token')} a step",
-            f"{config.dtype}{'' if config.autocast or config.dtype == 'float32' else ' throughout'}",
-            f"{config.optimizer} ({config.optimizer_loop})",
-            f"{how} with torch {config.torch_version}",
-            *extras,
-        ]
-    )
-
-
-def _verdict(plan: Plan) -> ProgramVerdict:
+def verdict(plan: Plan) -> ProgramVerdict:
     program, memory = plan.program, plan.memory
     need = _need(memory)
     if memory.fits is None or memory.headroom_mib is None:
         return ProgramVerdict(program, None, f"{program} needs {need}")
-    sure = f"({chance(memory)})"
+    sure = f"({chance(memory)})" if memory.is_sure else f"(not surely: {chance(memory)})"
     if memory.retries:
         only_just = f"fits {sure}, but only just: it fills the card and has to give cached memory back"
         return ProgramVerdict(program, True, f"{program} {only_just}")
@@ -262,17 +277,18 @@ def _verdict(plan: Plan) -> ProgramVerdict:
 
 
 def chance(memory: Footprint) -> str:
-    """How probable the verdict is, "97 %": that it fits, or where it does not, that. Nothing is surer than 99 %."""
+    """The probability of the verdict, "97 %": that it fits or, if it does not, that it does not. At most 99 %."""
     p = (memory.p_fits or 0.0) if memory.fits else 1 - (memory.p_fits or 0.0)
     return f"{min(99, round(100 * p))} %"
 
 
 def _need(memory: Footprint) -> str:
-    """12,648 MiB (12.4 GiB; 11.4 to 13.1)."""
-    total, low, high = memory.total_mib, memory.low_mib, memory.high_mib
+    """12.4 of 11.6 GiB (12.2 to 12.6); in MiB if it is less than one GiB."""
+    total, low, high, room = memory.total_mib, memory.low_mib, memory.high_mib, memory.capacity_mib
     if total < 1024:
         return f"{total:,.0f} MiB ({low:,.0f} to {high:,.0f})"
-    return f"{total:,.0f} MiB ({total / 1024:,.1f} GiB; {low / 1024:,.1f} to {high / 1024:,.1f})"
+    of = "" if room is None else f" of {room / 1024:,.1f}"
+    return f"{total / 1024:,.1f}{of} GiB ({low / 1024:,.1f} to {high / 1024:,.1f})"
 
 
 def memory_bar(plan: Plan) -> doc.Bar:
@@ -326,6 +342,7 @@ def _facts(plans: Sequence[Plan], lean: Plan | None) -> list[tuple[str, str]]:
     if plan.time is not None:
         facts.append(("time", _parts(plan.time)))
         facts.append(("use", _use(plan)))
+    facts += [("loading", plan.loading.text)] if plan.loading is not None else []
     facts.append(("data", _data(plan)))
     facts.append(("compute", _compute(plan)))
     if plan.energy is not None and plan.time is not None:
@@ -358,7 +375,8 @@ def _data(plan: Plan) -> str:
 def _compute(plan: Plan) -> str:
     compute = plan.compute
     ours = plan.config.trainer in ("nanogpt", "oomph")
-    counted = "by operation" if plan.traced else "nanoGPT's count" if ours else "6 a weight, attention in full"
+    weights = "6 a weight" if plan.config.method == "full" else "4 a frozen weight, 6 a trained one"
+    counted = "by operation" if plan.traced else "nanoGPT's count" if ours else f"{weights}, attention in full"
     return (
         f"{scientific(compute.total_flops)} FLOPs in all, {scientific(compute.flops_per_step)} a step "
         f"({counted}, {compute.flops_per_token / 1e6:,.0f} M a token)"
@@ -366,7 +384,7 @@ def _compute(plan: Plan) -> str:
 
 
 def _parts(time: Time) -> str:
-    """The whole run as the sum of what it does."""
+    """The whole run's time as the sum of its parts."""
     parts = [f"steps {duration(3600 * time.train_hours)}"] if time.train_hours else []
     if time.eval_hours:
         parts.append(f"{counted(time.evaluations, 'evaluation')} {duration(3600 * time.eval_hours)}")
@@ -381,7 +399,7 @@ def _parts(time: Time) -> str:
 
 
 def _money(energy: Energy, time: Time, cards: int) -> list[str]:
-    """Electricity for one's own card and for the machine around it; rent for somebody else's."""
+    """The price of electricity for your own card and machine, or of renting one."""
     price = f"{energy.price_kwh:g} {energy.currency}"
     basis = "measured" if energy.measured else "likely in training"
     whole = "the card" if cards == 1 else f"{cards} cards"

@@ -12,14 +12,14 @@ from oomph.report.document import Area, Bar, Chart, Line, Picture, look
 
 Points = Sequence[tuple[float, float]]
 WIDE = 900  # of bars and areas
-HEAD = 58  # a title and a line below it
+HEAD = 58  # height of a title and a line below it
 LEFT, RIGHT, ROW = 120, 110, 54  # of bars
 AREA_HEIGHT, AREA_LEFT, AREA_RIGHT, AREA_TOP, AREA_BOTTOM = 360, 70, 20, 50, 70
-PIXELS = 2  # across, to one point of an area
+PIXELS = 2  # width of one point of an area
 CHART_WIDTH, CHART_HEIGHT, CHART_LEFT, CHART_RIGHT, CHART_TOP, CHART_BOTTOM = 560, 330, 64, 16, 44, 46
-MOST_POINTS = 500  # drawn of one line: more than pixels tell apart
+MOST_POINTS = 500  # per line: more than pixels can show
 COLOURS = ("#4e79a7", "#e15759", "#59a14f", "#f28e2b", "#b07aa1", "#76b7b2", "#9c755f", "#d4a017")
-DASHES = ("", "7 4", "2 3", "9 3 2 3")  # where colours come round again, or are not seen
+DASHES = ("", "7 4", "2 3", "9 3 2 3")  # for repeated or indistinguishable colours
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#202124}.title{font-weight:600;font-size:15px}.small{font-size:11px;"
     "fill:#5f6368}.bg{fill:#fff}.axis{stroke:#5f6368;fill:none}.grid{stroke:#dadce0;stroke-width:.7}"
@@ -29,8 +29,8 @@ STYLE = (
 )
 
 
-class _Block(msgspec.Struct, frozen=True):
-    """Elements that take so much of the page."""
+class _Panel(msgspec.Struct, frozen=True):
+    """SVG elements and the space they take."""
 
     width: float
     height: float
@@ -38,13 +38,13 @@ class _Block(msgspec.Struct, frozen=True):
 
 
 def to_svg(*pictures: Picture) -> str:
-    """The pictures below each other as one self-contained SVG document."""
-    blocks = [block for picture in pictures for block in _blocks(picture)]
-    width, height = max(block.width for block in blocks), sum(block.height for block in blocks)
+    """The pictures one below the other, as one self-contained SVG document."""
+    panels = [panel for picture in pictures for panel in _panels(picture)]
+    width, height = max(panel.width for panel in panels), sum(panel.height for panel in panels)
     body, top = [], 0.0
-    for block in blocks:
-        body.append(f'<g transform="translate(0 {top:.0f})">{block.body}</g>')
-        top += block.height
+    for panel in panels:
+        body.append(f'<g transform="translate(0 {top:.0f})">{panel.body}</g>')
+        top += panel.height
     size = f'width="{width:.0f}" height="{height:.0f}"'
     about = escape(" ".join(picture.tip or picture.title for picture in pictures))
     return (
@@ -53,25 +53,25 @@ def to_svg(*pictures: Picture) -> str:
     )
 
 
-def _blocks(picture: Picture) -> list[_Block]:
+def _panels(picture: Picture) -> list[_Panel]:
     columns = min(2, len(picture.charts))
     wide = columns * CHART_WIDTH or WIDE
-    blocks = [_head(picture, wide)]
-    blocks += [_bars(picture)] if picture.bars is not None else []
-    blocks += [_area(area) for area in picture.areas]
-    blocks += [_names(picture.names, wide)] if picture.names else []
+    panels = [_head(picture, wide)]
+    panels += [_bars(picture)] if picture.bars is not None else []
+    panels += [_area(area) for area in picture.areas]
+    panels += [_names(picture.names, wide)] if picture.names else []
     for first in range(0, len(picture.charts), 2):
         row = [
             f'<g transform="translate({index * CHART_WIDTH} 0)">{_chart(chart)}</g>'
             for index, chart in enumerate(picture.charts[first : first + 2])
         ]
-        blocks.append(_Block(wide, CHART_HEIGHT, "".join(row)))
-    return blocks
+        panels.append(_Panel(wide, CHART_HEIGHT, "".join(row)))
+    return panels
 
 
-def _head(picture: Picture, wide: float) -> _Block:
+def _head(picture: Picture, wide: float) -> _Panel:
     title = f'<text class="title" x="16" y="26">{escape(picture.title)}</text>'
-    return _Block(wide, HEAD, f'{title}<text class="small" x="16" y="44">{escape(picture.subtitle)}</text>')
+    return _Panel(wide, HEAD, f'{title}<text class="small" x="16" y="44">{escape(picture.subtitle)}</text>')
 
 
 def _text(x: float, y: float, text: str, end: bool = False, name: str = "small") -> str:
@@ -82,8 +82,8 @@ def _text(x: float, y: float, text: str, end: bool = False, name: str = "small")
 # --- memory ----------------------------------------------------------------------------------------
 
 
-def _bars(picture: Picture) -> _Block:
-    """A bar a program against the device's line, and a legend in three columns."""
+def _bars(picture: Picture) -> _Panel:
+    """A bar for each program against the device's limit, and a legend in three columns."""
     assert picture.bars is not None
     bars, limit = picture.bars.bars, picture.bars.capacity_mib
     scale = (WIDE - LEFT - RIGHT) / (picture.bars.full_mib or 1.0)
@@ -99,7 +99,7 @@ def _bars(picture: Picture) -> _Block:
         sizes = " / ".join(f"{dict(bar.parts).get(name, 0.0):,.0f}" for bar in bars)
         body.append(f'<rect x="{x:.0f}" y="{y}" width="14" height="14" rx="2" fill="{look(name)[0]}"/>')
         body.append(_text(x + 22, y + 12, f"{name}: {sizes} MiB"))
-    return _Block(WIDE, bottom + 40 - (-len(names) // 3) * 24 + 16, "".join(body))
+    return _Panel(WIDE, bottom + 40 - (-len(names) // 3) * 24 + 16, "".join(body))
 
 
 def _bar(bar: Bar, y: float, scale: float) -> list[str]:
@@ -115,8 +115,8 @@ def _bar(bar: Bar, y: float, scale: float) -> list[str]:
     return lines
 
 
-def _area(area: Area) -> _Block:
-    """Layers of memory over the operations, the peak marked and named, and the card's line."""
+def _area(area: Area) -> _Panel:
+    """Layers of memory over the operations, the peak marked and named, and the card's limit."""
     limit_mib = area.limit[0] if area.limit is not None else 0.0
     bottom, right = AREA_HEIGHT - AREA_BOTTOM, WIDE - AREA_RIGHT
     x_of = _Scale(0, max(1, len(area.totals) - 1), AREA_LEFT, right)
@@ -137,7 +137,7 @@ def _area(area: Area) -> _Block:
         y = y_of(limit_mib)
         body.append(f'<line class="limit" x1="{AREA_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         body.append(_text(right, y - 5, area.limit[1], end=True))
-    return _Block(WIDE, AREA_HEIGHT, "".join(body))
+    return _Panel(WIDE, AREA_HEIGHT, "".join(body))
 
 
 def _layers(area: Area, x_of: _Scale, y_of: _Scale) -> list[str]:
@@ -155,7 +155,7 @@ def _layers(area: Area, x_of: _Scale, y_of: _Scale) -> list[str]:
 
 
 def _drawn(totals: Sequence[float], x_of: _Scale) -> list[int]:
-    """The operations to draw: of those too close to tell apart the fullest, so that no peak is lost."""
+    """The operations to draw: of those too close to distinguish, the highest, so that no peak is lost."""
     fullest: dict[int, int] = {}
     for at, total in enumerate(totals):
         pixel = round(x_of(at) / PIXELS)
@@ -175,7 +175,7 @@ def _thinned(points: Points) -> list[tuple[float, float]]:
 
 
 class _Scale(msgspec.Struct, frozen=True):
-    """From a value to a place on the paper."""
+    """Maps a value to a coordinate."""
 
     low: float
     high: float
@@ -203,7 +203,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten; powers alone where those are many."""
+    """1, 2 and 5 times powers of ten; only the powers if there are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     times = (1, 2, 5) if len(powers) <= 3 else (1,) if len(powers) > 6 else (1, 3)
     return [value for power in powers for each in times if low <= (value := each * 10.0**power) <= high]
@@ -281,12 +281,12 @@ def _line(line: Line, across: _Scale, up: _Scale) -> list[str]:
 
 
 def _stroke(index: int) -> str:
-    """The colour of a run, and its dashes where colours come round again."""
+    """The colour of a run, and its dashes if colours repeat."""
     dash = DASHES[index // len(COLOURS) % len(DASHES)]
     return f'stroke="{COLOURS[index % len(COLOURS)]}"' + (f' stroke-dasharray="{dash}"' if dash else "")
 
 
-def _names(names: Sequence[str], width: float) -> _Block:
+def _names(names: Sequence[str], width: float) -> _Panel:
     """A swatch and a name for each run, in as many rows as they need."""
     lines, x, y = [], 16.0, 10.0
     for index, name in enumerate(names):
@@ -298,4 +298,4 @@ def _names(names: Sequence[str], width: float) -> _Block:
         lines.append(f'<line {place} stroke-width="3" {_stroke(index)}/>')
         lines.append(f'<text x="{x + 30:.0f}" y="{y:.0f}">{escape(label)}</text>')
         x += wide
-    return _Block(width, y + 12, "".join(lines))
+    return _Panel(width, y + 12, "".join(lines))

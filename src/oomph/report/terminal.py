@@ -12,7 +12,7 @@ from oomph.report import document as doc
 
 WIDEST = 120
 GAP = 2  # columns between columns
-FEWEST = 18  # columns that words are readable in
+FEWEST = 18  # columns, at least, for readable words
 BAR_MARGIN, BAR_END = 14, 14  # columns left of a bar, at least, for the program's name, and right of it for its size
 LABELS = 6  # parts of a bar that are named below it
 MARKS = {
@@ -21,12 +21,13 @@ MARKS = {
     "warning": ("!", "bold yellow"),
     "best": ("★", "bold green"),
     "info": ("·", "bold"),
+    "maybe": ("?", "dim"),
 }
 STYLES = {"plain": "", "strong": "bold", "good": "bold green", "dim": "dim"}
 
 
 def to_text(document: doc.Document, everything: bool = False) -> str:
-    """The document as text: one screen, or with `everything` all its details."""
+    """The document as text: one screen, or all its details with `everything`."""
     console = Console(highlight=False)
     page = _Page(min(console.width, WIDEST), everything, bool(console.color_system) and not console.no_color)
     with console.capture() as captured:
@@ -81,7 +82,7 @@ class _Page:
                 blocks = Styled(part.blocks, style=doc.look("activations")[0], **cut)  # type: ignore[arg-type]
                 return [Styled(part.title, style="bold"), blocks, Styled(part.labels, **cut)]  # type: ignore[arg-type]
             case doc.Code():
-                code = Styled(part.lines, no_wrap=True, overflow="ignore")  # a line cut in two is no longer code
+                code = Styled(part.lines, no_wrap=True, overflow="ignore")  # a wrapped line is no longer code
                 return [*_heading(part.heading), code, Styled(part.text)]
             case doc.Text():
                 return [*_heading(part.heading), Styled(part.text, style="" if part.heading else "dim")]
@@ -94,7 +95,7 @@ class _Page:
         raise TypeError(part)
 
     def glyph(self, part: str) -> tuple[str, str]:
-        """What stands for a part of the memory, and its colour."""
+        """The glyph of a part of the memory, and its colour."""
         colour, glyph = doc.look(part)
         return ("█" if self.coloured else glyph), colour
 
@@ -105,7 +106,8 @@ class _Page:
                 rows.append((_mark(item.mark), Styled(f"{item.title}.", style=MARKS[item.mark][1])))
                 rows += [("", Styled(item.text))] if self.everything else []
             else:
-                rows.append((_mark("info"), Styled(item.text if item.text.endswith(".") else f"{item.text}.")))
+                rows.append((_mark("info"), Styled(_ended(item))))
+            rows += [("", Styled(f"  {line}", style="bold", no_wrap=True, overflow="ignore")) for line in item.code]
         return _beside(*rows)
 
     # --- bars --------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ class _Page:
         return lines if self.everything else [*lines, self._labels(part)]
 
     def _bar(self, bar: doc.Bar, full_mib: float, cells: int, margin: int) -> Styled:
-        """Glyphs for parts; the card's limit as a line, in front of what does not fit."""
+        """Glyphs for parts; the card's limit as a line across them."""
         glyphs = [self.glyph(name) for name, wide in segments(bar.parts, full_mib, cells) for _ in range(wide)]
         glyphs += [(" ", "")] * (cells - len(glyphs))
         if bar.capacity_mib is not None:
@@ -130,7 +132,7 @@ class _Page:
         return Styled.assemble(f"{bar.program:<{margin}}", *glyphs, f" {bar.total_mib:,.0f} MiB")
 
     def _labels(self, part: doc.Bars) -> Styled:
-        """The largest parts of the first bar, as they follow each other in it, with their MiB."""
+        """The largest parts of the first bar, in its order, with their MiB."""
         parts = part.bars[0].parts
         least = sorted((size for _, size in parts), reverse=True)[:LABELS][-1]
         lines, wide = Styled(), 0
@@ -161,7 +163,7 @@ def segments(parts: tuple[tuple[str, float], ...], full_mib: float, cells: int) 
 
 
 def _command(command: str, width: int) -> list[str]:
-    """A shell command in lines of that width, without the backslashes that join them, cut between its words alone."""
+    """A shell command in lines of that width, broken only between words, without the backslashes that join them."""
     lines: list[str] = []
     for word in map(shlex.quote, shlex.split(command)):
         if lines and len(lines[-1]) + 1 + len(word) + len(" \\") <= width:
@@ -179,6 +181,10 @@ def _heading(heading: str) -> list[RenderableType]:
     return [Styled(heading, style="bold")] if heading else []
 
 
+def _ended(item: doc.Item) -> str:
+    return item.text if item.text.endswith(".") else f"{item.text}{':' if item.code else '.'}"
+
+
 def _beside(*rows: tuple[RenderableType, ...], gap: int = 1) -> Grid:
     """Rows of two: something short, and text that wraps beside it."""
     grid = Grid.grid(padding=(0, gap, 0, 0))
@@ -192,7 +198,7 @@ def _beside(*rows: tuple[RenderableType, ...], gap: int = 1) -> Grid:
 
 
 def _tables(table: doc.Table, page: _Page) -> list[RenderableType]:
-    """A table a group, all with the same columns: figures as wide as they are, words in what is left."""
+    """A table for each group, all with the same columns: figures at full width, words in the rest."""
     places, widths = _layout(table, page.width)
     has_parts = any(row.part for _, rows in table.groups for row in rows)
     shown: list[RenderableType] = []
@@ -214,7 +220,7 @@ def _first(text: str, row: doc.Row, page: _Page) -> Styled:
 
 
 def _layout(table: doc.Table, width: int) -> tuple[list[int], list[int]]:
-    """The columns shown, by place, and how wide each is. Columns that can be spared go where words have no room."""
+    """The indices of the columns shown, and their widths. Spare columns are left out if words have no room."""
     rows = [row for _, rows in table.groups for row in rows]
     indent = 2 if any(row.part for row in rows) else 0
     natural = [
@@ -232,6 +238,6 @@ def _layout(table: doc.Table, width: int) -> tuple[list[int], list[int]]:
         places.remove(spare.pop(0))
     widths = dict(zip(places, (natural[place] for place in places), strict=True))
     for rest, place in zip(range(len(words), 0, -1), sorted(words, key=lambda p: natural[p]), strict=True):
-        widths[place] = max(1, min(natural[place], left // rest))  # the narrowest first: what it leaves is the others'
+        widths[place] = max(1, min(natural[place], left // rest))  # the narrowest first: others get what it leaves
         left -= widths[place]
     return places, [widths[place] for place in places]

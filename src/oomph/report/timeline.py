@@ -14,12 +14,12 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def step_of_peak(plan: Plan) -> Step:
-    """The step in which the peak lies, without the micro-steps that only repeat."""
+    """The step with the peak, without the micro-steps that only repeat."""
     return step_with(plan.memory.peak, plan.steps)
 
 
 def step_with(peak: Peak, steps: Sequence[Step]) -> Step:
-    """The one of these steps in which that peak lies, without the micro-steps that only repeat."""
+    """The one of these steps with that peak, without the micro-steps that only repeat."""
     step = next(step for step in steps if peak.section in step.sections)
     shown = [section for section in step.sections if section.times <= 1 or section is peak.section]
     return Step(step.resident, tuple(shown))
@@ -43,7 +43,7 @@ def sparkline(plan: Plan, columns: int) -> tuple[str, str]:
 
 
 def area(plan: Plan) -> Area:
-    """The step's memory by kind of buffer, its peak, and what the card leaves beside the context."""
+    """The step's memory by kind of buffer, its peak, and the card's memory without the context."""
     found = timeline(step_of_peak(plan))
     memory = plan.memory
     section = memory.peak.section

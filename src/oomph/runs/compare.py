@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from oomph.config import Override
+from oomph.display import Displayed
 from oomph.errors import InputError, Problem
 from oomph.planning.plan import Plan
 from oomph.predict.run_time import NANOGPT_PEAK_FLOPS
@@ -16,7 +17,7 @@ from oomph.runs.curves import Axis, Forecast, Losses, expected_end, why_no_forec
 from oomph.runs.figures import Evidence, Measured, MemoryReading, measure, predict, predicted_mib
 from oomph.runs.reading.reader import Readable, read
 from oomph.runs.run import LoggedRun
-from oomph.runs.verdicts import GoalVerdict, verdicts
+from oomph.runs.verdicts import GoalVerdict, sentence, verdicts
 
 # Keys that say where a run is stored, not what it is.
 _LABELS = frozenset(
@@ -25,7 +26,7 @@ _LABELS = frozenset(
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One figure of each run; None where the log does not give it."""
+    """One figure of each run; None if the log does not have it."""
 
     unit: str
     values: list[float | None]
@@ -38,24 +39,30 @@ class Caveat(msgspec.Struct, frozen=True):
     text: str
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(Displayed, msgspec.Struct, frozen=True, kw_only=True):
     """The result. `to_dict` is the JSON contract."""
 
     measured: list[Measured]
-    plans: list[Plan | None]  # None if a log does not give enough
+    plans: list[Plan | None]  # None if a log has too little
     runs: list[str]
     differences: dict[str, list[Any]]
     metrics: dict[str, Metric]
     losses: list[Losses]
+    sentence: str  # the answer, without its full stop
     verdicts: list[GoalVerdict]
     not_comparable: list[Caveat]
     notes: list[Caveat]
     forecasts: dict[str, Forecast]  # of the validation loss at the end of a run, or at twice its steps so far
 
+    def __repr__(self) -> str:
+        wins = "; ".join(f"{each.goal}: {each.winner or 'open'}" for each in self.verdicts[:3])
+        return f"<Comparison of {', '.join(self.runs)}{f' ({wins})' if wins else ''}>"
+
     def to_dict(self) -> dict[str, Any]:
         """The documented JSON object."""
         return {
             "runs": self.runs,
+            "sentence": self.sentence,
             "differences": self.differences,
             "metrics": msgspec.to_builtins(self.metrics),
             "losses": msgspec.to_builtins(self.losses),
@@ -81,6 +88,7 @@ def compare(
     plans = [predict(run) for run in measured]
     kind = curves.kind_for(measured)
     same = [_same(measured, at, kind) for at in curves.AXES]
+    won = verdicts(measured, same)
     return Comparison(
         measured=measured,
         plans=plans,
@@ -88,7 +96,8 @@ def compare(
         differences=_differences(measured),
         metrics=_metrics(measured, plans),
         losses=same,
-        verdicts=verdicts(measured, same),
+        sentence=sentence(measured, won, same),
+        verdicts=won,
         not_comparable=_not_comparable(measured, kind),
         notes=[*_notes(measured), *_micro_batches(measured, plans)],
         forecasts={run.name: found for run in measured if (found := expected_end(run)) is not None},
@@ -121,7 +130,7 @@ def _with_unique_names(runs: Sequence[LoggedRun]) -> list[LoggedRun]:
 
 
 def _differences(runs: Sequence[Measured]) -> dict[str, list[Any]]:
-    """Settings that are known for every run and differ."""
+    """Settings known for every run that differ."""
     names = dict.fromkeys(key for run in runs for key in run.inference.settings if key not in _LABELS)
     found: dict[str, list[Any]] = {}
     for key in names:
@@ -158,7 +167,7 @@ def _metrics(runs: Sequence[Measured], plans: Sequence[Plan | None]) -> dict[str
 
 
 def _predicted_mib(runs: Sequence[Measured], plans: Sequence[Plan | None]) -> list[float | None]:
-    """Each plan's figure for what was read of its run; of a run without a reading, for what was read of the others."""
+    """Each plan's figure for the kind of memory its run reported; for a run without, the kind that the others did."""
     kinds = [next((each.of for each in run.memory()), None) for run in runs]
     common = set(kinds) - {None}
     if not common:

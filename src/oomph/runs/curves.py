@@ -1,4 +1,4 @@
-"""Loss curves: of several runs along the same axis, how noisy they are, and where one leads."""
+"""Loss curves of several runs along one axis: their noise, where one leads, and forecasts."""
 
 from __future__ import annotations
 
@@ -75,6 +75,8 @@ def scale(run: Measured, at: Axis) -> float | None:
     tokens, flops, speed = run.tokens_per_step, run.flops_per_token, run.pace
     if at == "step":
         return 1.0
+    if run.run.step_unit in ("entry", "epoch"):
+        return None  # the number of steps is unknown
     if at == "tokens":
         return float(tokens) if tokens else None
     if at == "flops":
@@ -149,6 +151,35 @@ def interpolate(points: LossCurve, x: float) -> float:
             share = (math.log(x) - math.log(x0)) / (math.log(x1) - math.log(x0)) if x1 > x0 else 0.0
             return y0 + share * (y1 - y0)
     return points[0][1] if x < points[0][0] else points[-1][1]
+
+
+GAP = 1.5  # ratio of neighbouring steps above which the curve between them is unknown
+
+
+def bracket(points: LossCurve, x: float) -> tuple[float, float]:
+    """The lowest and the highest loss that a falling curve may have at `x`: those of its neighbours across a gap."""
+    value = interpolate(points, x)
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 < x < x1 and x1 > GAP * x0:
+            return min(y0, y1), max(y0, y1)
+    return value, value
+
+
+def crossing(curves: Sequence[LossCurve], least: float) -> float | None:
+    """Where two curves cross for good: apart by at least `least` before and after, in the other order; None if not."""
+    if len(curves) != 2 or not all(curves):
+        return None
+    low, high = max(points[0][0] for points in curves), min(points[-1][0] for points in curves)
+    if not 0 < low < high:
+        return None
+    places = [low * (high / low) ** (index / _PLACES) for index in range(_PLACES + 1)]
+    gaps = [(x, interpolate(curves[0], x) - interpolate(curves[1], x)) for x in places]
+    clear = [(x, gap) for x, gap in gaps if abs(gap) >= least]
+    turns = [(x0, x1) for (x0, g0), (x1, g1) in pairwise(clear) if g0 * g1 < 0]
+    return math.sqrt(turns[0][0] * turns[0][1]) if len(turns) == 1 else None
+
+
+_PLACES = 64
 
 
 def reached_first(curves: Sequence[LossCurve]) -> int | None:

@@ -9,25 +9,28 @@ from typing import Any
 import msgspec
 
 from oomph.config import Override
+from oomph.display import Displayed
 from oomph.fitting.fit import fit
 from oomph.fitting.result import Fit
 from oomph.planning.plan import Plan
+from oomph.runs.causes import Fix, cause_of, general_fixes
 from oomph.runs.figures import Evidence, Measured, measure, predict
-from oomph.runs.findings import SEVERITIES, Finding, log, memory, oom, time, training
+from oomph.runs.findings import SEVERITIES, Finding, adapters, broken, log, memory, oom, screen, time, training
 from oomph.runs.reading.reader import Readable, read
 from oomph.runs.run import LoggedRun
 
 TOPICS = ("memory", "model", "card", "time", "loss", "rate", "batch", "data", "log")
-_FINDERS = (oom, memory, time, training, log)
+_FINDERS = (oom, memory, adapters, screen, time, broken, training, log)
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+class Explanation(Displayed, msgspec.Struct, frozen=True, kw_only=True):
     """The result. `to_dict` is the JSON contract."""
 
     measured: Measured
     plan: Plan | None  # None if the log does not give enough, or the card is unknown
-    findings: tuple[Finding, ...]  # the worst first, then by topic
+    findings: tuple[Finding, ...]  # worst first, then by topic
     fit: Fit | None  # the settings that fit, given what else is on the card
+    fixes: tuple[Fix, ...] = ()  # for the cause of an out-of-memory error, for any model
 
     @property
     def run(self) -> LoggedRun:
@@ -36,6 +39,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     def finding(self, name: str) -> Finding | None:
         """The finding with that id, or None."""
         return next((finding for finding in self.findings if finding.id == name), None)
+
+    def __repr__(self) -> str:
+        first = f": {self.findings[0].title}" if self.findings else ""
+        return f"<Explanation of {self.run.name}, {len(self.findings)} findings{first}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The documented JSON object."""
@@ -54,6 +61,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             "plan": self.plan.to_dict() if self.plan is not None else None,
             "findings": msgspec.to_builtins(self.findings),
             "fixes": [option.to_dict() for option in self.fit.options] if self.fit is not None else [],
+            "general_fixes": msgspec.to_builtins(self.fixes),
         }
         return {name: value for name, value in result.items() if value is not None}
 
@@ -78,8 +86,18 @@ def explain(
     found.sort(key=lambda finding: (SEVERITIES.index(finding.severity), TOPICS.index(finding.topic)))
     fixes = None
     if with_fixes and predicted is not None and measured.inference.config is not None:
-        fixes = fit(measured.inference.config, predicted.device, reserve_mib=evidence.others_mib or 0.0)
-    return Explanation(measured=measured, plan=predicted, findings=tuple(found), fit=fixes)
+        beyond = max(0.0, evidence.memory_ratio - 1) * predicted.memory.total_mib  # what the run took beyond its plan
+        fixes = fit(measured.inference.config, predicted.device, reserve_mib=(evidence.others_mib or 0.0) + beyond)
+    general: tuple[Fix, ...] = ()
+    if evidence.oom is not None and evidence.holding is not None:
+        general = general_fixes(
+            cause_of(evidence.oom, evidence.holding),
+            evidence.oom,
+            evidence.holding,
+            recomputes=evidence.recomputes,
+            has_adapters=evidence.has_adapters,
+        )
+    return Explanation(measured=measured, plan=predicted, findings=tuple(found), fit=fixes, fixes=general)
 
 
 def _several(source: Readable | Sequence[Readable]) -> Sequence[Readable]:

@@ -1,4 +1,4 @@
-"""Watch a run while it goes: read its log as it grows, look at the card, and give notice when something changes."""
+"""Watch a running program: read its log as it grows, poll the card, and report what changes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from oomph.runs.run import STEADY, LoggedRun, LogSource
 from oomph.units import duration
 
 EVERY_S = 2.0
-SILENT_STEPS = 8.0  # a log is silent after so many steps' time without a line
+SILENT_STEPS = 8.0  # times the step time without a new line: then the log is silent
 LEAST_SILENT_S = 90.0
-COMPILING_S = 900.0  # before the first step: a large model may compile for so long
+COMPILING_S = 900.0  # before the first step: a large model may compile for this long
 FULL = 0.97  # of the card's memory
 IDLE_PERCENT = 15.0
 IDLE_LOOKS = 3  # in a row
 HOT_CELSIUS = 87.0  # where GeForce and workstation cards start to lower their clock
 GROWN = 1.10  # times the memory in use after SETTLED_STEPS
-SETTLED_STEPS = 20  # by then the first optimizer step and the first evaluation are over
+SETTLED_STEPS = 20  # after the first optimizer step and evaluation
 
 
 class WallClock(msgspec.Struct, frozen=True):
-    """Time, which tests replace."""
+    """The clock; tests replace it."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Something that began or ended. The `id` is stable; the words are not."""
+    """Something that began or ended. The `id` is stable, the words are not."""
 
     id: str
     severity: Severity
@@ -73,14 +73,19 @@ class Follower:
     def path(self) -> Path:
         return self._file.path
 
-    def look(self) -> list[Notice]:
-        """Read what is new, look at the card, and return what changed."""
-        if self._file.read_more():
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the log last grew."""
+        return self.clock.now() - self._grew_at
+
+    def look(self, most_bytes: int | None = None) -> list[Notice]:
+        """What changed, after reading at most so many new bytes and polling the card."""
+        if self._file.read_more(most_bytes):
             self._grew_at = self.clock.now()
         samples = self._sampler()
         for sample in samples:
             _record(self.builder, sample)
-        return self.watcher.look(self.run, self.clock.now() - self._grew_at, samples)
+        return self.watcher.look(self.run, self.quiet_s, samples)
 
     @property
     def ended(self) -> str | None:
@@ -109,15 +114,16 @@ class GrowingFile:
         self._splitter = LineSplitter()
         self.builder.begin(LogSource(str(self.path)))
 
-    def read_more(self) -> bool:
-        """Read what is new; False if nothing is. A missing file counts as empty."""
+    def read_more(self, most_bytes: int | None = None) -> bool:
+        """Read at most so many new bytes; False if there are none. A missing file counts as empty."""
         try:
             with self.path.open("rb") as stream:
                 if os.fstat(stream.fileno()).st_size < self._offset:
                     self._begin()
                 stream.seek(self._offset)
                 grew = False
-                while data := stream.read(CHUNK_BYTES):
+                end = self._offset + most_bytes if most_bytes is not None else None
+                while (end is None or self._offset < end) and (data := stream.read(CHUNK_BYTES)):
                     self._offset += len(data)
                     grew = True
                     for text in self._splitter.feed(data):
@@ -149,7 +155,7 @@ class Watcher:
     """Compares each look with the last one, so that nothing is reported twice."""
 
     def __init__(self) -> None:
-        self._on: set[str] = set()  # ids of what holds now
+        self._on: set[str] = set()  # ids of conditions that hold now
         self._seen_evals = 0
         self._seen_ooms = 0
         self._seen_backward = 0
@@ -162,7 +168,7 @@ class Watcher:
         return bool(self._on & {"not_finite", "diverging", "oom"})
 
     def look(self, run: LoggedRun, quiet_s: float, samples: Sequence[Sample] = ()) -> list[Notice]:
-        """What is new. `quiet_s`: seconds since the log last grew."""
+        """New notices. `quiet_s`: seconds since the log last grew."""
         notices = [*self._evaluations(run), *self._losses(run), *self._speed(run, quiet_s), *self._failures(run)]
         if samples:
             notices += self._card(run, max(samples, key=lambda sample: sample.used_mib))
@@ -197,8 +203,10 @@ class Watcher:
 
     def _losses(self, run: LoggedRun) -> Iterator[Notice]:
         lost = health.not_finite(run)
-        text = f"the loss is NaN since step {lost[0]:,}: stop the run, its weights are lost" if lost else ""
-        yield from self._switch("not_finite", lost is not None, "error", text)
+        text = (
+            f"{lost.what.lower()} is NaN since step {lost.step:,}: stop the run, its weights are lost" if lost else ""
+        )
+        yield from self._switch("not_finite", lost is not None and lost.stays, "error", text)
         rise = health.diverging(run)
         text = ""
         if rise:

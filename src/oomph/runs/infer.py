@@ -1,5 +1,4 @@
-"""Infer the settings that a log does not state from the numbers that it prints, recording why; and the card, from its
-name or from memory, power limit and speed."""
+"""Infer the settings that a log does not state from the numbers that it prints, recording why."""
 
 from __future__ import annotations
 
@@ -9,12 +8,14 @@ from typing import Any
 import msgspec
 
 from oomph.config import LoadedConfig, TrainConfig, as_loaded, from_dict
-from oomph.config.schema import keys
-from oomph.devices import Device, all_devices, detect, find
+from oomph.config.keys import keys
+from oomph.config.programs import UNSLOTH_FAMILIES
+from oomph.devices import detect
 from oomph.errors import InputError
+from oomph.runs.card import Card, identify
 from oomph.runs.model_shape import KnownShape, ModelShape, ShapeMatches, disagreements, solve
 from oomph.runs.pace import nanogpt_flops_per_step, step_pace
-from oomph.runs.run import Gpu, KnownSetting, LoggedRun, PrintedCounts, Provenance
+from oomph.runs.run import KnownSetting, LoggedRun, PrintedCounts
 from oomph.step import parameters as params
 
 _SHAPE = ("n_layer", "n_embd", "vocab_size", "block_size", "bias")
@@ -22,6 +23,8 @@ _BATCH = ("batch_size", "gradient_accumulation_steps", "block_size")
 HEAD_WIDTH = 64  # as in GPT-2 and most models since
 DEFAULT = "nanoGPT's default; the log sets no other"
 _SHOWN = 12  # ambiguous choices kept
+MOST_BY_MFU = 8  # processes; above, every ratio is near some whole number
+WHOLE = 0.04  # how near a ratio must be to a whole number: the printed MFU is a running mean
 
 
 class Inference(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +44,7 @@ class Inference(msgspec.Struct, frozen=True, kw_only=True):
 def infer(run: LoggedRun, gpu: str | None = None) -> Inference:
     """The run's config, card and FLOPs. `gpu` is the card that the user gave; raises `InputError` if unknown."""
     inferrer = _Inferrer(run)
+    inferrer.workers_seen()
     inferrer.shape()
     inferrer.batch()
     inferrer.heads()
@@ -48,6 +52,8 @@ def infer(run: LoggedRun, gpu: str | None = None) -> Inference:
     config = inferrer.config()
     tokens = inferrer.tokens_per_step()
     flops = inferrer.flops_per_token(config, tokens)
+    if config is not None and flops and tokens and inferrer.workers_by_mfu(flops * tokens):
+        config = inferrer.config()
     speed = step_pace(run)
     workers = inferrer.whole("world_size") or 1
     tflops = flops * tokens / workers / speed.step_ms * 1e-9 if flops and tokens and speed else None
@@ -82,7 +88,8 @@ class _Inferrer:
         self.missing: list[str] = []
         self.contradictions: list[str] = []
         self.notes: list[str] = []
-        # A program with defaults of its own, which its config names: nothing follows from nanoGPT's.
+        self._as_unsloth()
+        # The config names another program, with its own defaults: nanoGPT's do not apply.
         trainer = self.settings.get("trainer")
         self.own_defaults = trainer is not None and trainer.value not in ("nanogpt", "oomph")
         # nanoGPT echoes what differs from its defaults, so its echo determines every key. So does a config file given
@@ -100,6 +107,46 @@ class _Inferrer:
 
     def put(self, key: str, value: Any, how: Any, where: str) -> None:
         self.settings[key] = KnownSetting(value, how, where)
+
+    def _as_unsloth(self) -> None:
+        """A model that is given by name, without a program, beside a log of Unsloth is trained by Unsloth."""
+        trainer, family = self.settings.get("trainer"), self.settings.get("model_type")
+        if self.run.program != "unsloth" or trainer is None or family is None:
+            return
+        if trainer.where.startswith("default: ") and family.value in UNSLOTH_FAMILIES:
+            self.put("trainer", "unsloth", "inferred", "the log is Unsloth's")
+
+    # --- how many processes -----------------------------------------------------------------------
+
+    def workers_seen(self) -> None:
+        """The number of processes if no line states it: from labels, repeated lines, cards with Python on them."""
+        if "world_size" in self.settings:
+            return
+        run = self.run
+        cards = {p.gpu for p in run.processes.values() if "python" in p.name.lower() and p.kind != "G"}
+        seen = (
+            (max(run.ranks, default=0) + 1, "lines are labelled with ranks up to {}"),
+            (run.copies, "every step is printed {} times, with the same loss"),
+            (len(cards) if run.has_happened else 0, "Python runs on {} cards"),
+        )
+        for number, why in seen:
+            if number > 1:
+                self.put("world_size", number, "inferred", why.format(number - 1 if "up to" in why else number))
+                return
+
+    def workers_by_mfu(self, flops_per_step: float) -> bool:
+        """nanoGPT's MFU is of one process, its tokens are of all: their ratio is the number of processes."""
+        of_one = nanogpt_flops_per_step(self.run)
+        if ("world_size" in self.settings and self.settings["world_size"].how != "default") or not of_one:
+            return False
+        ratio = flops_per_step / of_one
+        number = round(ratio)
+        shared = (self.whole("gradient_accumulation_steps") or 0) % max(number, 1) == 0  # as nanoGPT requires
+        if not 2 <= number <= MOST_BY_MFU or abs(ratio - number) > min(WHOLE * number, 0.25) or not shared:
+            return False
+        why = f"a step's FLOPs are {number} times those that the printed MFU counts for one process"
+        self.put("world_size", number, "inferred", why)
+        return True
 
     # --- the model's shape ------------------------------------------------------------------------
 
@@ -145,9 +192,9 @@ class _Inferrer:
         return KnownShape(stated, implied)
 
     def _overruling(self, stated: dict[str, Any], printed: PrintedCounts) -> ShapeMatches:
-        """The shapes by the counts alone: a resumed run has its checkpoint's shape, whatever its config says."""
+        """The shapes from the counts alone: a resumed run has its checkpoint's shape, not its config's."""
         found = solve(printed, self._known({}))
-        if not found.shapes:  # the printed MFU may be of several workers, unknown here
+        if not found.shapes:  # the printed MFU may be that of several workers
             found = solve(printed, KnownShape(stated))
         return found
 
@@ -166,7 +213,7 @@ class _Inferrer:
         if all(filled.get(key) is not None for key in _SHAPE):
             differences = disagreements(msgspec.convert(filled, ModelShape), printed)
             self.contradictions += [f"the config gives {ours}, the log prints {theirs}" for ours, theirs in differences]
-        else:
+        elif self.run.program == "nanogpt":
             self.contradictions.append(f"no nanoGPT model has {_evidence(printed)}")
 
     def _contradicted(self, found: ShapeMatches, stated: dict[str, Any]) -> None:
@@ -199,7 +246,9 @@ class _Inferrer:
         parts = [self.whole(key) for key in _BATCH]
         if None not in parts:
             batch, accumulation, block = parts
-            return (batch or 0) * (accumulation or 0) * (block or 0)
+            together = self.run.program in (None, "nanogpt", "oomph")
+            workers = 1 if together else self.whole("world_size")
+            return (batch or 0) * (accumulation or 0) * (block or 0) * workers if workers else None
         tokens = self.run.steps.totals["tokens"]
         steps = self.run.steps.totals["step"]
         if tokens.count > 1 and tokens.high > tokens.low and steps.high > steps.low:
@@ -214,12 +263,16 @@ class _Inferrer:
                 self._put_defaults(_BATCH)
             return
         known = {key: value for key in _BATCH if (value := self.whole(key)) is not None}
-        product = 1
+        # nanoGPT's accumulation counts the micro-steps of all processes together; other programs' that of each.
+        together = self.run.program == "nanogpt" or self.headed
+        workers = 1 if together else self.whole("world_size")
+        product = workers or 1
         for value in known.values():
             product *= value
         missing = [key for key in _BATCH if key not in known]
+        if workers is None:
+            return  # a factor is unknown
         if tokens % product:
-            workers = self.whole("world_size") or 1
             self.contradictions.append(f"{tokens:,} tokens per step are not a multiple of {known} (workers: {workers})")
         elif not missing and tokens != product:
             given = " × ".join(f"{key} {value:,}" for key, value in known.items())
@@ -308,84 +361,3 @@ def _evidence(printed: PrintedCounts) -> str:
     if printed.decay_params is not None and printed.decay_tensors is not None:
         parts.append(f"{printed.decay_params:,} decayed in {printed.decay_tensors} tensors")
     return ", ".join(parts)
-
-
-SAME_MIB = 8  # drivers differ by so much
-OLD_DRIVER = 0.025  # of the memory, which drivers before 510 do not show
-TORCH_TOTAL = 0.02  # of the usable memory: drivers leave 12002, 11902 or 11837 MiB of the same RTX 4070
-
-
-class Card(msgspec.Struct, frozen=True):
-    """The card, or the cards it may be."""
-
-    device: Device | None
-    how: Provenance | None
-    where: str  # the reasoning
-    candidates: tuple[str, ...] = ()
-    doubt: str | None = None  # what in the log contradicts the given card
-
-
-def identify(gpu: Gpu | None, tflops: float | None = None, given: str | None = None) -> Card:
-    """The card. `tflops`: what the run achieves, which no card exceeds; `given`: the name that the user gave."""
-    total = round(gpu.total_mib) if gpu is not None and gpu.total_mib else None
-    if given is not None:
-        device = find(given, total)
-        return Card(device, "given", f"--gpu {given}", doubt=_doubt(device, gpu))
-    if gpu is None:
-        return Card(None, None, "nothing names the card")
-    if gpu.name is not None:
-        try:
-            return Card(find(gpu.name, total), "read", f"named {gpu.name}")
-        except InputError:
-            pass  # a truncated name, or a card not in the catalogue: try its memory
-    fitting, reason = _by_memory(gpu)
-    if gpu.name is not None:
-        words = gpu.name.lower().removeprefix("nvidia ").rstrip(". ")
-        fitting = [device for device in fitting if words in device.name.lower()] or fitting
-    if gpu.limit_watts is not None and (limited := [d for d in fitting if d.watts == gpu.limit_watts]):
-        fitting, reason = limited, f"{reason} and a power limit of {gpu.limit_watts:.0f} W"
-    if tflops is not None and (able := [d for d in fitting if (d.tflops_fp16 or 0.0) >= 0.97 * tflops]):
-        fitting = able
-    if len(fitting) == 1:
-        return Card(fitting[0], "inferred", f"the only card with {reason}")
-    names = tuple(device.name for device in fitting)
-    return Card(None, None, f"several cards have {reason}" if names else f"no known card has {reason}", names)
-
-
-def _doubt(device: Device, gpu: Gpu | None) -> str | None:
-    """Why the given card cannot be the one in the log; None if it can."""
-    if gpu is None or device.kind != "cuda":
-        return None
-    if gpu.name is not None:
-        try:
-            named = find(gpu.name, round(gpu.total_mib) if gpu.total_mib else None)
-        except InputError:
-            named = device
-        if named.name != device.name:
-            return f"the log names a {named.name}"
-    if gpu.torch_total_mib is not None and not _shows(device, gpu.torch_total_mib):
-        fitting, _ = _by_memory(gpu)
-        others = f", as a card of {round(fitting[0].memory_mib / 1024)} GB has" if fitting else ""
-        return (
-            f"the out-of-memory message says {gpu.torch_total_mib / 1024:.2f} GiB in total{others}; a {device.name} "
-            f"has {device.usable_mib / 1024:.2f} for torch"
-        )
-    return None
-
-
-def _shows(device: Device, torch_mib: float) -> bool:
-    """Whether torch may print this total on the card: from about the usable memory to the whole memory."""
-    return device.usable_mib * (1 - TORCH_TOTAL) <= torch_mib <= device.memory_mib + SAME_MIB
-
-
-def _by_memory(gpu: Gpu) -> tuple[list[Device], str]:
-    cards = [device for device in all_devices() if device.kind == "cuda"]
-    if gpu.total_mib is not None:
-        less = {device.name: device.memory_mib - gpu.total_mib for device in cards}
-        fitting = [device for device in cards if abs(less[device.name]) <= SAME_MIB]
-        old = [device for device in cards if 0 <= less[device.name] <= OLD_DRIVER * device.memory_mib]
-        return fitting or old, f"{gpu.total_mib:.0f} MiB"
-    if gpu.torch_total_mib is not None:
-        total = gpu.torch_total_mib
-        return [device for device in cards if _shows(device, total)], f"about {total / 1024:.2f} GiB for torch"
-    return [], "an unknown memory"

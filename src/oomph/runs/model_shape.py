@@ -74,7 +74,7 @@ class ShapeMatches(msgspec.Struct, frozen=True):
 class KnownShape(msgspec.Struct, frozen=True):
     """What is known besides the printed counts."""
 
-    keys: Mapping[str, object]  # those of n_layer, n_embd, vocab_size, block_size and bias that were read or given
+    keys: Mapping[str, object]  # known ones of n_layer, n_embd, vocab_size, block_size and bias
     flops_per_token: float | None = None  # implied by the printed MFU
 
     def whole(self, key: str) -> int | None:
@@ -179,7 +179,7 @@ def _lengths(printed: PrintedCounts, layers: int, width: int, bias: bool, both: 
 
 def _lengths_by_flops(printed: PrintedCounts, known: KnownShape, layers: int, width: int) -> Iterable[int]:
     """Usual context lengths near the one that the MFU implies."""
-    if known.flops_per_token is None:  # unknown: any usual one, so that the rest can be inferred
+    if known.flops_per_token is None:  # unknown: try the usual ones, so that the rest can be inferred
         return USUAL_LENGTHS
     each = 12 * layers * width
     middle = (known.flops_per_token - 6 * (printed.params or 0)) / each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
@@ -14,6 +14,7 @@ from oomph.runs.run import EVALUATING, STEADY, LoggedRun
 STALLED = 1.5  # a step that takes this many times the median waited for something
 LEAST_MFU = 0.5  # percent; below, the two printed decimals are too coarse
 WARM_UP_STEPS = 5  # at most, if the log does not mark them
+FEW_BARS = 8  # a progress bar's speed is a running mean: of a few, the last is nearest
 
 
 class StepPace(msgspec.Struct, frozen=True):
@@ -39,13 +40,16 @@ def step_pace(run: LoggedRun) -> StepPace | None:
     if not steady:
         return None
     warm = 0
-    if len(steady) > 2 * WARM_UP_STEPS:  # not every program marks its warm-up: leave out a slow start
+    if len(steady) > 2 * WARM_UP_STEPS:  # some programs do not mark their warm-up: leave out a slow start
         middle = median(row[1] for row in steady)
         while warm < WARM_UP_STEPS and steady[warm][1] > STALLED * middle:
             warm += 1
     steady = steady[warm:]
     times = sorted(row[1] for row in steady)
-    middle = median(times)
+    # Iterations of a step differ, because one contains the optimizer: their mean counts.
+    middle = fmean(times) if run.step_unit == "iteration" else median(times)
+    if run.progress is not None and run.progress.ms is not None and steady[-1][1] == run.progress.ms:
+        middle = run.progress.ms if len(steady) < FEW_BARS else middle
     mfus = [row[3] for row in steady if math.isfinite(row[3]) and row[3] > 0]
     extra = [row[1] - middle for row in timed[1:] if row[2] == EVALUATING]
     return StepPace(
@@ -56,7 +60,7 @@ def step_pace(run: LoggedRun) -> StepPace | None:
         stalled=sum(ms > STALLED * middle for ms in times) / len(times),
         first_ms=timed[0][1] if steps.totals["step"].first == timed[0][0] else None,
         warm_up_steps=warm + sum(row[2] not in (STEADY, EVALUATING) for row in timed),
-        evaluation_ms=median(extra) if extra else None,
+        evaluation_ms=median(extra) if extra and median(extra) > 0.2 * middle else None,
         mfu_percent=median(mfus) if mfus else None,
     )
 

@@ -15,7 +15,8 @@ from oomph.units import count, duration, tflops
 
 CLEAR = 0.01  # speeds closer than this are equal
 SIGMAS = 2.0  # losses closer than so many standard deviations are equal
-UNKNOWN_NOISE = 0.017  # nats, where the size of an evaluation is unknown: see curves.TOKEN_NOISE
+SAME_START = 0.2  # nats: runs with one vocabulary start within this of each other
+UNKNOWN_NOISE = 0.025  # nats, if the size of an evaluation is unknown: that of 10 batches; see curves.TOKEN_NOISE
 _GOALS: tuple[tuple[str, Axis], ...] = (
     ("quality per token", "tokens"),
     ("quality per hour", "hours"),
@@ -38,9 +39,71 @@ def verdicts(runs: Sequence[Measured], same: Sequence[Losses]) -> list[GoalVerdi
     """One verdict for each goal."""
     by_axis = {each.at: each for each in same}
     found = [_raw_speed(runs), _hardware_use(runs)]
+    apart = unlike(runs)
+    if apart is not None:
+        names = (*(goal for goal, _ in _GOALS), "final loss")
+        return found + [
+            GoalVerdict(goal, None, None, "nats", f"the losses are not of the same thing: {apart}") for goal in names
+        ]
     found += [_quality(runs, goal, by_axis[at]) for goal, at in _GOALS]
     found.append(_final(runs))
     return found
+
+
+def unlike(runs: Sequence[Measured]) -> str | None:
+    """Why the runs' losses cannot be compared (another vocabulary, other data); None if they can."""
+    for key, what in (("vocab_size", "the vocabularies differ"), ("dataset", "the data differ")):
+        values = [run.value(key) for run in runs]
+        if None not in values and len(set(values)) > 1:
+            return f"{what} ({_against([f'{value:,}' if type(value) is int else str(value) for value in values])})"
+    firsts = [_first_loss(run) for run in runs]
+    told = [first for first in firsts if first is not None]
+    if len(told) == len(runs) and max(told) - min(told) > SAME_START:
+        shown = _against([f"{run.name} {first:.2f}" for run, first in zip(runs, told, strict=True)])
+        return f"they begin at different losses ({shown}), as with another tokenizer, other data or trained weights"
+    return None
+
+
+def _first_loss(run: Measured) -> float | None:
+    """The loss before any learning, from an evaluation or step at the very start; None if the log has none."""
+    for series, name in ((run.run.evals, "val_loss"), (run.run.steps, "loss")):
+        curve = series.curve(name)
+        if curve and curve[0][0] <= 1:
+            return curve[0][1]
+    return None
+
+
+def sentence(runs: Sequence[Measured], found: Sequence[GoalVerdict], same: Sequence[Losses]) -> str:
+    """The comparison in one sentence."""
+    apart = unlike(runs)
+    names = " and ".join(run.name for run in runs)
+    if apart is not None:
+        return f"No winner: {apart}"
+    won = {each.goal: each.winner for each in found}
+    token, hour, speed = won["quality per token"], won["quality per hour"], won["raw speed"]
+    if token is not None and token == hour:
+        return f"{token} learns more, per token and per hour"
+    if token is not None and hour is not None:
+        meet = _meeting(runs, same)
+        return f"{token} learns more per token, {hour} more per hour" + (f"; they meet at {meet}" if meet else "")
+    faster = f"; {speed} is faster" if speed is not None else ""
+    if token is not None or hour is not None:
+        what = "per token" if token is not None else "per hour"
+        other = "per hour" if token is not None else "per token"
+        return f"{token or hour} learns more {what}; {other} there is no winner{faster}"
+    final = won["final loss"]
+    if final is not None:
+        return f"{final} ends at the lower loss{faster}"
+    return f"No winner by what the logs of {names} show{faster}"
+
+
+def _meeting(runs: Sequence[Measured], same: Sequence[Losses]) -> str | None:
+    """Where two runs have the same loss after the same hours."""
+    hours = next(each for each in same if each.at == "hours")
+    placed = curves.placed(runs, "hours", [curves.curve(run, hours.kind) for run in runs])
+    noise = math.hypot(*(curves.noise(run, hours.kind) or UNKNOWN_NOISE for run in runs))
+    x = curves.crossing(placed, SIGMAS * noise) if placed is not None else None
+    return None if x is None else _amount("hours", x)
 
 
 def _raw_speed(runs: Sequence[Measured]) -> GoalVerdict:
@@ -107,10 +170,22 @@ def _quality(runs: Sequence[Measured], goal: str, same: Losses) -> GoalVerdict:
     point = same.points[-1]
     where = f"at {_amount(same.at, point.x)}"
     found = _lowest(runs, goal, point.values, f"{same.kind} loss {where}", same.kind, point.how == "interpolated")
+    if found.winner is not None and _across_a_gap(runs, same, point.x, found.winner):
+        reason = f"{found.reason}; too far from an evaluation to tell"
+        found = msgspec.structs.replace(found, winner=None, reason=reason)
     if same.kind == "train" and curves.kind_for(runs) == "val":
         why = "the evaluations do not overlap, so these are training losses of the steps"
         return msgspec.structs.replace(found, reason=f"{found.reason}; {why}")
     return found
+
+
+def _across_a_gap(runs: Sequence[Measured], same: Losses, x: float, winner: str) -> bool:
+    """Whether the order could be reversed, because the curves are known only far from this point."""
+    placed = curves.placed(runs, same.at, [curves.curve(run, same.kind) for run in runs])
+    if placed is None:
+        return False
+    bounds = {run.name: curves.bracket(points, x) for run, points in zip(runs, placed, strict=True)}
+    return any(bounds[winner][1] >= low for name, (low, _) in bounds.items() if name != winner)
 
 
 def _lowest(
@@ -136,7 +211,7 @@ def _lowest(
 
 
 def _without_overlap(runs: Sequence[Measured], goal: str, same: Losses) -> GoalVerdict:
-    """The curves do not overlap; one may still lead by being lower and sooner."""
+    """The verdict if curves do not overlap: one may still lead by being lower, sooner."""
     placed = curves.placed(runs, same.at, [curves.curve(run, same.kind) for run in runs])
     if placed is None:
         return GoalVerdict(goal, None, None, "nats", f"not every log gives its {_UNITS[same.at]} and losses")
@@ -149,7 +224,7 @@ def _without_overlap(runs: Sequence[Measured], goal: str, same: Losses) -> GoalV
         return _extrapolated(runs, goal, same.at, placed) or GoalVerdict(
             goal, None, None, "nats", f"the logs do not overlap: {shown}"
         )
-    # The margin is unknown: the losses are at different places.
+    # The margin is unknown: the losses are at different points.
     return GoalVerdict(goal, runs[leader].name, None, "nats", f"lower and sooner: {shown}")
 
 

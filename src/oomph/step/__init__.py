@@ -1,1 +1,1 @@
-"""What a training step does: operations, and where lists of them come from."""
+"""What a training step does: operations, and the sources of op lists."""

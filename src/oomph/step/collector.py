@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's cycle collector, which would go over all that is imported, planned and traced again and again.
+    """Disable Python's cycle collector, which would traverse all that is imported, planned and traced again and again.
 
-    It also makes frees certain: what goes, goes when its last name does.
+    It also makes frees deterministic: an object is freed with its last reference.
     """
     if not gc.isenabled():
         yield

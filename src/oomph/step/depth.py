@@ -1,7 +1,7 @@
-"""A deep model from a shallow one: a block is interpreted once and repeated where it repeats.
+"""A deep model from a shallow one: a repeating block is interpreted once and copied.
 
-Of a run of equal blocks the first two and the last are interpreted. The second one's operations are then written again
-for each block left out, on buffers of their own. Blocks may come in groups (Gemma's five windows and a full attention):
+Of a run of equal blocks the first two and the last are interpreted. The second one's operations are then copied
+for each block left out, on new buffers. Blocks may come in groups (Gemma's five windows and a full attention):
 then the groups repeat. A reference to a buffer of the block before or after is translated by index: the n-th buffer
 that one block makes corresponds to the n-th of any other.
 """
@@ -17,16 +17,16 @@ from oomph.step.ops import Buffer, Op, Phase
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
-@lru_cache(maxsize=4096)  # names come again in every program
+@lru_cache(maxsize=4096)  # names recur in every program
 def block_of(name: str) -> int | None:
-    """The transformer block that a name speaks of: its first number."""
+    """The transformer block in a name: its first number."""
     found = _NUMBER.search(name)
     return int(found[0]) if found else None
 
 
 @lru_cache(maxsize=4096)
 def renamed(name: str, block: int, other: int) -> str:
-    """A name that speaks of a block, as it is in another."""
+    """A name with the number of one block replaced by another's."""
     parts = name.split(".")
     own = str(block)
     if own in parts:
@@ -35,7 +35,7 @@ def renamed(name: str, block: int, other: int) -> str:
 
 
 class Gap:
-    """Blocks left out: their pattern, and the blocks around them."""
+    """Blocks left out: their template, and the blocks around them."""
 
     def __init__(self, before: int, template: int, after: int, period: int) -> None:
         """`template` is the first block of the group that repeats until the block `after`."""
@@ -43,11 +43,11 @@ class Gap:
 
     @property
     def copies(self) -> int:
-        """How many groups are left out."""
+        """The number of groups left out."""
         return (self.after - self.template) // self.period - 1
 
     def group_of(self, block: int | None) -> int | None:
-        """Where a block stands: -1 before the pattern, 0 in it, 1 after it, None elsewhere."""
+        """Where a block stands: -1 before the template, 0 in it, 1 after it, None elsewhere."""
         if block is None:
             return None
         for offset, first in ((-1, self.before), (0, self.template), (1, self.after)):
@@ -57,7 +57,7 @@ class Gap:
 
 
 def sample(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], list[Gap]]:
-    """Which blocks to interpret of a model whose blocks are of these kinds, and the gaps between them."""
+    """The blocks to interpret in a model with these kinds of blocks, and the gaps between them."""
     period = next((p for p in (1, 2, 3, 4, 5, 6, 8) if _repeats(kinds, p)), 0)
     if period > 1:
         return _sampled_run(0, len(kinds), period)
@@ -90,13 +90,13 @@ def _sampled_run(start: int, end: int, period: int) -> tuple[tuple[int, ...], li
 
 
 class UnlikeBlocksError(Exception):
-    """Blocks taken for alike are not: the model has to be interpreted whole."""
+    """Blocks assumed equal are not: the whole model has to be interpreted."""
 
 
 def deepened(
     sections: Sequence[Sequence[Op]], named: Sequence[Mapping[str, Buffer]], gap: Gap
 ) -> tuple[list[tuple[Op, ...]], list[dict[str, Buffer]]]:
-    """Sections and buffers known by name, such as the gradients, with the blocks of a gap filled in."""
+    """Sections and named buffers, such as the gradients, with a gap's blocks filled in."""
     copying = _Copying(sections, gap)
     result = [tuple(copying.section(ops)) for ops in sections]
     return result, [copying.more(each) for each in named]
@@ -105,7 +105,7 @@ def deepened(
 class _Copying:
     def __init__(self, sections: Sequence[Sequence[Op]], gap: Gap) -> None:
         self.gap = gap
-        self.names: dict[str, re.Match[str] | None] = {}  # where the number of a block stands in each
+        self.names: dict[str, re.Match[str] | None] = {}  # the match of the block number in each name
         groups: dict[int, list[Buffer]] = {-1: [], 0: [], 1: []}
         self.places: dict[Buffer, tuple[int, int]] = {}
         for ops in sections:
@@ -127,7 +127,7 @@ class _Copying:
             )
 
     def renamed(self, name: str, copy: int) -> str:
-        """The name with the block number that it has in one of the copies."""
+        """The name with the block number of one of the copies."""
         if name not in self.names:
             self.names[name] = _NUMBER.search(name)
         found = self.names[name]
@@ -141,7 +141,7 @@ class _Copying:
         return f"{name[: found.start()]}{first + int(found[0]) - own}{name[found.end() :]}"
 
     def of(self, buffer: Buffer, copy: int) -> Buffer:
-        """The buffer of a copy that corresponds to a buffer of the pattern or of a block next to it."""
+        """The copy's counterpart of a buffer of the template or of a block next to it."""
         place = self.places.get(buffer)
         if place is None:
             return buffer
@@ -152,7 +152,7 @@ class _Copying:
         return self.after[index] if at > self.gap.copies else self.copies[at][index]
 
     def more(self, named: Mapping[str, Buffer]) -> dict[str, Buffer]:
-        """Buffers by name, those of the copies too."""
+        """Named buffers, including those of the copies."""
         found: dict[str, Buffer] = {}
         for name, buffer in named.items():
             found[name] = buffer
@@ -180,16 +180,16 @@ class _Copying:
         return result
 
     def _outside(self, op: Op, offset: int | None) -> Op:
-        """An operation outside the pattern, with the buffers of the copy next to it in place of the pattern's."""
+        """An operation outside the template, with the buffers of the nearest copy in place of the template's."""
         if offset == -1 or not any(self.places.get(b, (1, 0))[0] == 0 for b in (*op.allocates, *op.frees)):
             return op
         last = self.gap.copies
-        near = range(last, last + 1) if offset == 1 else range(last + 1)  # outside all blocks: those of every copy
+        near = range(last, last + 1) if offset == 1 else range(last + 1)  # outside all blocks: every copy's
         allocates, frees = (self._near(buffers, near) for buffers in (op.allocates, op.frees))
         return op.on(allocates, frees)
 
     def _near(self, buffers: Sequence[Buffer], copies: Sequence[int]) -> tuple[Buffer, ...]:
-        """The buffers, those of the pattern as they are in these copies."""
+        """The buffers, with the template's replaced by those of these copies."""
         found: list[Buffer] = []
         for buffer in buffers:
             own = self.places.get(buffer, (1, 0))[0] == 0

@@ -1,13 +1,13 @@
-"""What PyTorch's kernels allocate beside their results. Shared by the arithmetic and the trace.
+"""What PyTorch's kernels allocate besides their results, for step/tensor, step/compile and step/trace.
 
 CUDA's are read from PyTorch's sources: `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp` (mha_fwd,
-mha_bwd) and `.../cuda/attention_backward.cu` (_efficient_attention_backward). The CPU's are seen by PyTorch's profiler.
+mha_bwd) and `.../cuda/attention_backward.cu` (_efficient_attention_backward). The CPU's were seen with the profiler.
 """
 
 from __future__ import annotations
 
-FLASH_STATE_BYTES = (16, 8)  # the random state and an unused twin: two uint64, and one
-RANDOM_STATE_BYTES = 5056  # torch.get_rng_state(): a Mersenne Twister's 624 words of 8 bytes, and where it stands
+FLASH_STATE_BYTES = (16, 8)  # the random state, two uint64, and an unused second one, one uint64
+RANDOM_STATE_BYTES = 5056  # torch.get_rng_state(): a Mersenne Twister's 624 words of 8 bytes, and its position
 _FLASH_ROWS = 128  # the backward pads a sequence to this
 _EFFICIENT_ROWS = 32  # the forward pads its logsumexp to this
 _EFFICIENT_TILE = 64  # rows and columns of a tile in the backward, with 16 bytes for its lock
@@ -18,16 +18,16 @@ def _up(value: int, multiple: int) -> int:
 
 
 def flash_lse_bytes(batch: int, heads: int, tokens: int) -> int:
-    """The logarithm of each row's sum: one float32 a head and token."""
+    """The logsumexp of each row: one float32 per head and token."""
     return 4 * batch * heads * tokens
 
 
 def flash_backward_bytes(
     batch: int, heads: int, tokens: int, head_size: int, key_heads: int | None = None
 ) -> tuple[int, ...]:
-    """Temporaries of the flash backward: each row's dot product, and the queries' gradient summed up in float32.
+    """Temporaries of the flash backward: each row's dot product, and the queries' gradient accumulated in float32.
 
-    With fewer heads of keys than of queries also the gradients of keys and values, one for each query head, in half.
+    With fewer key heads than query heads, also the keys' and values' gradients per query head, in half precision.
     """
     rows = _up(tokens, _FLASH_ROWS)
     columns = _up(head_size, 32 if head_size <= 128 else 64)
@@ -36,15 +36,26 @@ def flash_backward_bytes(
     return 4 * batch * heads * rows, 4 * batch * rows * heads * columns, *expanded
 
 
+def flash_varlen_backward_bytes(
+    documents: int, heads: int, tokens: int, head_size: int, key_heads: int
+) -> tuple[int, ...]:
+    """The same for flash-attn's backward of concatenated documents, `tokens` in all: each is padded (flash_attn 2.8,
+    csrc/flash_attn/flash_api.cpp, mha_varlen_bwd)."""
+    rows = tokens + _FLASH_ROWS * documents
+    columns = _up(head_size, 32 if head_size <= 128 else 64)
+    expanded = 2 * (2 * heads * tokens * head_size,) if key_heads < heads else ()
+    return 4 * heads * rows, 4 * rows * heads * columns, *expanded
+
+
 def efficient_rows(tokens: int) -> int:
-    """The rows of the memory-efficient kernel's logsumexp: padded."""
+    """The rows of the memory-efficient kernel's logsumexp, with padding."""
     return _up(tokens, _EFFICIENT_ROWS)
 
 
 def flash3_backward_bytes(batch: int, heads: int, tokens: int, head_size: int, key_heads: int) -> tuple[int, ...]:
-    """FlashAttention 3's: each row's dot product and logsumexp, the queries' gradient in float32, and its locks.
+    """Temporaries of FlashAttention 3's backward: row dot products, logsumexp, the queries' gradient in float32, locks.
 
-    With fewer heads of keys than of queries also the keys' and values' gradients in float32.
+    With fewer key heads than query heads, also the keys' and values' gradients in float32.
     """
     rows, columns = _up(tokens, _FLASH_ROWS), _up(head_size, 32 if head_size <= 128 else 64)
     row_bytes, locks = 4 * batch * heads * rows, 4 * batch * heads * -(-tokens // _FLASH_ROWS)
@@ -53,7 +64,7 @@ def flash3_backward_bytes(batch: int, heads: int, tokens: int, head_size: int, k
 
 
 def efficient_lse_bytes(batch: int, heads: int, tokens: int) -> int:
-    """As flash's, with rows padded."""
+    """The same as for flash, with padded rows."""
     return 4 * batch * heads * efficient_rows(tokens)
 
 
@@ -62,8 +73,8 @@ def efficient_backward_bytes(
 ) -> tuple[int, ...]:
     """Temporaries of the memory-efficient backward.
 
-    In half precision: each row's dot product, and tiles in which the queries' gradient is summed up in float32. In
-    float32: the product of output and gradient, its row sums, and those sums once more, transposed.
+    In half precision: each row's dot product, and tiles that accumulate the queries' gradient in float32. In
+    float32: the product of output and gradient, its row sums, and a transposed copy of those.
     """
     sums = 4 * batch * heads * tokens
     if not half:
@@ -73,52 +84,52 @@ def efficient_backward_bytes(
 
 
 def _cpu_tile(tokens: int) -> tuple[int, int]:
-    """Rows of queries and of keys that the CPU's flash kernel takes at once."""
+    """Rows of queries and of keys that the CPU's flash kernel processes at once."""
     queries = 256 if tokens >= 768 else 64 if tokens >= 192 else 32
     return min(queries, tokens), min(512, tokens)
 
 
 def cpu_flash_bytes(threads: int, tokens: int, head_size: int, half: bool = False) -> int:
-    """A thread's scores, its rows' maxima and sums, and its output; for half inputs the scores once more in half."""
+    """Each thread's scores, row maxima and sums, and output; for half inputs also the scores in half precision."""
     queries, keys = _cpu_tile(tokens)
     halves = 2 * queries * keys if half else 0
     return threads * (4 * (queries * keys + 2 * queries + queries * head_size) + halves)
 
 
 def cpu_flash_backward_bytes(threads: int, tokens: int, half: bool = False) -> tuple[int, int]:
-    """Each thread's scores and their gradient, for half inputs once more in half; and one tile's dot products."""
+    """Each thread's scores and their gradient, for half inputs also in half precision; and one tile's dot products."""
     queries, keys = _cpu_tile(tokens)
     return (6 if half else 4) * threads * 2 * queries * keys, 4 * queries
 
 
 def cpu_layer_norm_backward_bytes(threads: int, width: int, weight_bytes: int) -> int:
-    """Each thread's share of the weight's and the bias's gradient."""
+    """Each thread's partial gradients of weight and bias."""
     return threads * 2 * width * weight_bytes
 
 
 def cpu_lstm_workspace_bytes(steps: int, rows: int, inputs: int, hidden: int) -> int:
-    """What oneDNN keeps of an LSTM layer for its backward, in whole pages: gates, outputs, and states with gradients.
+    """What oneDNN saves of an LSTM layer for backward, in whole pages: gates, outputs, and states with gradients.
 
-    As oneDNN 3.12 lays it out for float32 (`src/cpu/rnn/rnn_utils.cpp`), and as seen on shapes of all kinds.
+    As oneDNN 3.12 lays it out for float32 (`src/cpu/rnn/rnn_utils.cpp`), checked on many shapes.
     """
-    done, begun = 4 * steps * rows, 4 * 2 * (steps + 1) * rows  # an initial state more than steps; of two layers
+    done, begun = 4 * steps * rows, 4 * 2 * (steps + 1) * rows  # one more state than steps; for two layers
     parts = [done * _spaced(4 * hidden), done * _spaced(hidden)]
     parts += 3 * [begun * _spaced(max(inputs, hidden))] + 2 * [begun * hidden]
     return sum(_up(part, 4096) for part in parts)
 
 
 def cpu_lstm_bytes(steps: int, rows: int, inputs: int, hidden: int) -> tuple[int, ...]:
-    """An LSTM layer's temporaries: both weights laid out anew, and the gates of all steps."""
+    """An LSTM layer's temporaries: both weights in oneDNN's layout, and the gates of all steps."""
     gates = 4 * _spaced(4 * hidden)
     return inputs * gates, hidden * gates, steps * rows * gates
 
 
 def _spaced(columns: int) -> int:
-    """oneDNN's rows: whole cache lines, but no multiple of 1024 bytes."""
+    """The row pitch oneDNN uses: whole cache lines, but not a multiple of 1024 bytes."""
     whole = _up(columns, 16)
     return whole + 16 if whole % 256 == 0 else whole
 
 
 def safe_softmax_bytes(rows: int, columns: int, float_bytes: int) -> tuple[int, int, int]:
-    """Which scores are minus infinity, which rows hold nothing else, and the zero these are filled with."""
+    """The mask of -inf scores, the mask of rows with nothing else, and the zero that fills them."""
     return rows * columns, rows, float_bytes

@@ -1,243 +1,39 @@
-"""The training loop around an eager model: what its variables hold between the model's forwards and backwards.
+"""An eager training step: a program's micro-steps, its optimizer's step, and an evaluation.
 
-It is the program, not an ideal: nanoGPT's loop keeps the logits of one micro-step until the next has made its own,
-fetches the next batch before backward, and lets gradients go after the optimizer's step.
-
-One micro-step is interpreted: the one that makes the gradients. The others are the same operations on other batches,
-logits and losses, with their gradients added to the first.
+Only the micro-step that makes the gradients is interpreted. The others are the same operations on other batches,
+logits and losses, with their gradients added to the first one's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import msgspec
 
 from oomph.config.schema import TrainConfig
-from oomph.step import models
+from oomph.step import models, programs
 from oomph.step.depth import UnlikeBlocksError, deepened, sample
+from oomph.step.models import unsloth
 from oomph.step.models.gpt2 import attends_by_hand
 from oomph.step.nanochat_optimizer import NanochatOptimizer
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step, copied, exchanged
 from oomph.step.optimizer import Optimizer
-from oomph.step.parameters import parameters, trained
+from oomph.step.parameters import parameters
 from oomph.step.precision import precision
-from oomph.step.tensor.autograd import run_backward
-from oomph.step.tensor.casts import to
-from oomph.step.tensor.elementwise import scale
+from oomph.step.sharding.rank import Rank, rank_of
 from oomph.step.tensor.layout import ITEM_BYTES
 from oomph.step.tensor.quantized import stored
-from oomph.step.tensor.tape import Module, Tape
-from oomph.step.tensor.tensor import Storage, Tensor
+from oomph.step.tensor.tensor import Storage
+from oomph.step.zero import ZeroOptimizer, bucketed
 
+# Keys of a single device, in place of those that distribute the work over several.
+ALONE = {
+    "gradient_accumulation_steps": 1, "world_size": 1, "eval_iters": 1, "nodes": 1, "parallel": "none", "link": None,
+    "network": None, "reshard_after_forward": None, "reduce_dtype": None, "grad_sync": None, "shard_size": None,
+    "gradient_as_bucket_view": False,
+}  # fmt: skip
 SCALER = ("scaler.scale", "scaler.growth_tracker")
-
-
-class Loop:
-    """nanoGPT's training script with what its variables hold: the batch, the logits, the loss."""
-
-    def __init__(self, config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> None:
-        self.config = config
-        self.precision = precision(config, cuda)
-        weights = models.weights(config, self.precision)
-        self.tape = Tape(weights, cuda=cuda, threads=threads, tf32=cuda and config.allow_tf32, layers=layers)
-        self.model = models.forward(config)
-        self.batch: tuple[Tensor, Tensor] | None = None
-        self.logits: Storage | None = None
-        self.loss: Storage | None = None
-
-    @property
-    def returns_logits(self) -> bool:
-        """Whether the model's call hands them to the loop."""
-        return bool(self.config.return_logits)
-
-    @property
-    def in_chunks(self) -> bool:
-        """Whether the loss is computed in chunks of tokens."""
-        return bool(self.config.loss_chunk)
-
-    def start(self) -> None:
-        """What the variables hold as a step begins: what the one before it has left."""
-        config, hold = self.config, self.tape.ledger.hold
-        rows = config.batch_size * config.block_size
-        self.batch = (
-            self._tokens(hold("batch.x", 8 * rows, Kind.INPUTS)),
-            self._tokens(hold("batch.y", 8 * rows, Kind.INPUTS)),
-        )
-        if self.returns_logits and not self.in_chunks:
-            self.logits = hold("lm_head", rows * config.vocab_size * self.precision.compute_bytes, Kind.LOGITS)
-        loss_bytes = self.precision.weight_bytes if not self.in_chunks else 4
-        self.loss = hold("loss.scaled", loss_bytes, Kind.LOGITS)
-
-    def carried(self) -> tuple[Buffer, ...]:
-        """What they hold now: the batch, the logits where they are kept, the loss."""
-        batch = [tensor.storage for tensor in self.batch or ()]
-        return tuple([each.buffer for each in (*batch, self.logits, self.loss) if each is not None])
-
-    def _tokens(self, storage: Storage) -> Tensor:
-        return self.tape.tensor(storage, (self.config.batch_size, self.config.block_size), "int64")
-
-    def fetch(self) -> tuple[Tensor, Tensor]:
-        """The next batch on the device: int64 tokens and targets."""
-        size = 8 * self.config.batch_size * self.config.block_size
-        make = self.tape.ledger.make
-        first = make("batch.x", size, Kind.INPUTS, moved=size)
-        return self._tokens(first), self._tokens(make("batch.y", size, Kind.INPUTS, moved=size))
-
-    def _forward(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor | None, Tensor]:
-        tape = self.tape
-        tape.autocast, tape.casts = self.precision.autocast, {}
-        tape.kind, tape.scope = Kind.ACTIVATIONS, ""
-        return self.model(Module(tape, self.config), *batch)
-
-    def _leave_autocast(self) -> None:
-        self.tape.autocast, self.tape.casts = None, {}
-
-    def micro_step(self) -> None:
-        """One forward and backward of the training loop."""
-        tape = self.tape
-        assert self.batch is not None
-        tape.ledger.phase = Phase.FORWARD
-        logits, loss = self._forward(self.batch)
-        self.logits = logits.storage if self.config.return_logits and logits is not None else None
-        self.loss = loss.storage
-        del logits
-        tape.ledger.phase, tape.scope, tape.kind = Phase.LOSS, "loss", Kind.LOGITS
-        loss = scale(loss, "scaled")
-        self.loss = loss.storage
-        self._leave_autocast()
-        self.batch = self.fetch()
-        tape.ledger.phase = Phase.BACKWARD
-        self._run_backward(loss)
-
-    def _run_backward(self, loss: Tensor) -> None:
-        """loss.backward(), of the loss that a GradScaler has multiplied where there is one."""
-        tape = self.tape
-        root = scale(loss, "amplified") if self.precision.is_scaled else loss
-        grad = tape.made("grad", (), root.dtype)
-        tape.grad_enabled = False
-        run_backward((root, grad.detach()))
-        tape.grad_enabled = True
-
-    def evaluate(self) -> tuple[tuple[Op, ...], ...]:
-        """estimate_loss: a first batch, then another while the first one's tensors are still held."""
-        tape = self.tape
-        tape.training, tape.grad_enabled, tape.ledger.phase = False, False, Phase.EVAL
-        logits: Tensor | None = None
-        batches: list[tuple[Op, ...]] = []
-        while len(batches) < 2:
-            tape.scope = ""
-            batch = self.fetch()
-            logits, loss = self._forward(batch)
-            if not self.returns_logits:
-                logits = None
-            self._leave_autocast()
-            if batches:
-                del batch, logits, loss
-            batches.append(tape.ledger.ops())
-        return tuple(batches)
-
-
-class TrainerLoop(Loop):
-    """transformers' Trainer (5.22, accelerate 1.15).
-
-    The batches of a whole optimizer step are fetched at once and held. `compute_loss` lets the model's outputs go
-    before backward; where autocast is on, accelerate has brought them to float32 before that.
-    """
-
-    def start(self) -> None:
-        """Nothing but the batches, which are not the loop's to fetch."""
-        size = 8 * self.config.batch_size * self.config.block_size
-        hold = self.tape.ledger.hold
-        self.batch = (
-            self._tokens(hold("batch.input_ids", size, Kind.INPUTS)),
-            self._tokens(hold("batch.labels", size, Kind.INPUTS)),
-        )
-
-    def carried(self) -> tuple[Buffer, ...]:
-        """What one micro-step leaves to the next."""
-        return super().carried()[:2]
-
-    def micro_step(self) -> None:
-        """training_step."""
-        tape = self.tape
-        assert self.batch is not None
-        tape.ledger.phase = Phase.FORWARD
-        loss = self._compute_loss(self.batch)
-        tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
-        self._run_backward(loss)
-        del loss
-        tape.kept_inputs = []
-
-    def _compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        logits, loss = self._forward(batch)
-        self._leave_autocast()
-        self.tape.cache = []
-        if self.precision.autocast and logits is not None:
-            self.tape.scope = "outputs"
-            to(logits, "float32")
-        return scale(loss, "div")  # by the number of tokens in all of the step's batches
-
-
-class PlainLoop(Loop):
-    """The plainest loop around a transformers model (5.22): `outputs = model(**batch)`, backward, a step, zero_grad.
-
-    The variable `outputs` holds logits, and the cache of keys and values, until the next forward has returned its own;
-    `batch` holds its tensors until all of the next are on the device.
-    """
-
-    def __init__(self, config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> None:
-        super().__init__(config, cuda, threads, layers)
-        self.cache: list[Storage | None] = []
-
-    def micro_step(self) -> None:
-        """One turn of the loop, but for the optimizer."""
-        tape = self.tape
-        tape.ledger.phase = Phase.FORWARD
-        self.batch = self.fetch()
-        logits, loss = self._forward(self.batch)
-        if self.config.return_logits:
-            self.logits, self.cache = logits.storage if logits is not None else None, tape.cache
-        tape.cache = []
-        self.loss = loss.storage
-        del logits
-        self._leave_autocast()
-        tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
-        self._run_backward(loss)
-        self.cache = [*self.cache, *tape.kept_inputs]
-        tape.kept_inputs = []
-
-
-class NanochatLoop(Loop):
-    """nanochat's scripts/base_train.py (github.com/karpathy/nanochat at 92d63d4).
-
-    Every batch is copied into the same buffer, after backward. The loss of a micro-step is held until the next has its
-    own; it is divided by their number in another tensor.
-    """
-
-    returns_logits = in_chunks = False  # whatever the config says
-
-    def micro_step(self) -> None:
-        """One forward and backward of the training loop."""
-        tape = self.tape
-        assert self.batch is not None
-        tape.ledger.phase = Phase.FORWARD
-        _, loss = self._forward(self.batch)
-        self.loss = loss.storage
-        tape.ledger.phase, tape.scope, tape.kind = Phase.BACKWARD, "loss", Kind.LOGITS
-        loss = scale(loss, "div")
-        self._run_backward(loss)
-        size = 8 * self.config.batch_size * self.config.block_size
-        del loss
-        tape.note("batch", Kernel.POINTWISE, moved=2 * size)
-
-
-_PROGRAMS: dict[str, type[Loop]] = {"hf": TrainerLoop, "torch": PlainLoop, "nanochat": NanochatLoop}
-
-
-def _loop(config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> Loop:
-    return _PROGRAMS.get(config.trainer, Loop)(config, cuda, threads, layers)
 
 
 class MicroStep(msgspec.Struct, frozen=True, eq=False):
@@ -247,14 +43,17 @@ class MicroStep(msgspec.Struct, frozen=True, eq=False):
     before: tuple[Buffer, ...]  # what the program's variables hold before it: the batch, logits, the loss
     after: tuple[Buffer, ...]
     grads: dict[str, Buffer]
-    inputs: int = 2  # how many of what is held are the batch
-    cache: Mapping[str, Buffer] = {}  # keys and values that the model's outputs hold, not yet among `after`
+    inputs: int = 2  # how many of the held buffers are the batch
+    cache: Mapping[str, Buffer] = {}  # keys and values that the model's outputs hold, not yet part of `after`
+    later: tuple[Op, ...] | None = None  # a later micro-step, if it differs by more than adding gradients
 
     def repeated(self, micro_steps: int) -> list[tuple[Op, ...]]:
-        """So many of them, one after another: the later ones add to the gradients."""
+        """This many micro-steps, one after another: later ones add to the gradients."""
         result = [self.ops]
         held = self.after
-        adding = _adding(self.ops, self.grads) if micro_steps > 1 else []
+        adding: Sequence[Op] = self.later or ()
+        if micro_steps > 1 and self.later is None:
+            adding = _adding(self.ops, self.grads)
         while len(result) < micro_steps:
             following = tuple(map(copied, held))
             new = dict(zip((*self.before, *self.after), (*held, *following), strict=True))
@@ -262,9 +61,20 @@ class MicroStep(msgspec.Struct, frozen=True, eq=False):
             held = following
         return result
 
+    def renewed(self, micro_steps: int) -> Iterator[tuple[tuple[Op, ...], dict[str, Buffer]]]:
+        """This many micro-steps, one after another, each with its own gradients."""
+        yield self.ops, self.grads
+        held = self.after
+        for _ in range(micro_steps - 1):
+            following, grads = tuple(map(copied, held)), {name: copied(each) for name, each in self.grads.items()}
+            new = dict(zip((*self.before, *self.after), (*held, *following), strict=True))
+            new |= {buffer: grads[name] for name, buffer in self.grads.items()}
+            yield tuple(exchanged(self.ops, new)), grads
+            held = following
+
 
 def _adding(ops: Sequence[Op], grads: Mapping[str, Buffer]) -> list[Op]:
-    """The micro-step again, with each gradient added to the one that is there, and let go."""
+    """The micro-step again, with each gradient added to the existing one and freed."""
     new = {buffer: copied(buffer) for buffer in grads.values()}
     kept = {op.name for op in ops if op.kernel is Kernel.NONE}
     result: list[Op] = []
@@ -280,7 +90,15 @@ def _adding(ops: Sequence[Op], grads: Mapping[str, Buffer]) -> list[Op]:
 
 @lru_cache(maxsize=8)  # a plan asks twice, for the first step and a later one
 def micro_step(config: TrainConfig, cuda: bool, threads: int) -> MicroStep:
-    """The first micro-step of a step."""
+    """A step's first micro-step."""
+    found = _micro_step(config, cuda, threads)
+    if config.deepspeed != "zero2":
+        return found
+    ops, later, kept = bucketed(found.ops, found.grads, config, precision(config, cuda).weight_bytes)
+    return MicroStep(ops, found.before, found.after, kept, later=later)
+
+
+def _micro_step(config: TrainConfig, cuda: bool, threads: int) -> MicroStep:
     layers, gaps = sample(models.kinds(config))
     found = _interpreted(config, cuda, threads, layers)
     sections, grads, cache = [found.ops], found.grads, found.cache
@@ -288,28 +106,29 @@ def micro_step(config: TrainConfig, cuda: bool, threads: int) -> MicroStep:
         for gap in gaps:
             sections, (grads, cache) = deepened(sections, (grads, cache), gap)
     except UnlikeBlocksError:
-        return _with_previous_cache(_interpreted(config, cuda, threads, range(config.n_layer)))
-    return _with_previous_cache(MicroStep(sections[0], found.before, found.after, grads, cache=cache))
+        return with_previous_cache(_interpreted(config, cuda, threads, range(config.n_layer)))
+    return with_previous_cache(MicroStep(sections[0], found.before, found.after, grads, found.inputs, cache))
 
 
-def _with_previous_cache(found: MicroStep) -> MicroStep:
-    """The micro-step with the last one's cache, which goes when the last one's outputs do."""
+def with_previous_cache(found: MicroStep) -> MicroStep:
+    """The micro-step with the previous one's cache, freed with the previous one's outputs."""
     if not found.cache:
         return found
     old = tuple(map(copied, found.cache.values()))
     logits = found.before[found.inputs]
     ops = [_freeing(op, old) if logits in op.frees else op for op in found.ops]
-    return MicroStep(tuple(ops), (*found.before, *old), (*found.after, *found.cache.values()), found.grads)
+    after = (*found.after, *found.cache.values())
+    return MicroStep(tuple(ops), (*found.before, *old), after, found.grads, found.inputs)
 
 
 def _freeing(op: Op, more: Sequence[Buffer]) -> Op:
-    """The operation, which lets go of these buffers too."""
+    """The operation, freeing these buffers too."""
     work = (op.kernel, op.shape, op.dtype, op.flops, op.bytes_moved, op.times, op.block)
     return Op(op.name, op.phase, op.allocates, (*op.frees, *more), *work)
 
 
 def _interpreted(config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int]) -> MicroStep:
-    loop = _loop(config, cuda, threads, layers)
+    loop = programs.loop(config, cuda, threads, layers)
     loop.start()
     before = loop.carried()
     loop.micro_step()
@@ -317,38 +136,45 @@ def _interpreted(config: TrainConfig, cuda: bool, threads: int, layers: Sequence
     grads = {name: storage.buffer for name, storage in loop.tape.grads.items() if storage is not None}
     held = dict.fromkeys(storage.buffer for storage in getattr(loop, "cache", ()) if storage is not None)
     cache = {f"{buffer.name}.{index % 2}": buffer for index, buffer in enumerate(held)}
-    return MicroStep(ops, before, loop.carried(), grads, cache=cache)
+    return MicroStep(ops, before, loop.carried(), grads, loop.inputs, cache)
 
 
 @lru_cache(maxsize=8)
 def evaluation(config: TrainConfig, cuda: bool, threads: int) -> tuple[tuple[Op, ...], ...]:
-    """A first batch of an evaluation, and a later one."""
+    """The operations of an evaluation's first batch, and of a later one."""
     layers, gaps = sample(models.kinds(config))
-    batches: Sequence[tuple[Op, ...]] = _loop(config, cuda, threads, layers).evaluate()
+    batches: Sequence[tuple[Op, ...]] = programs.loop(config, cuda, threads, layers).evaluate()
     try:
         for gap in gaps:
             batches, _ = deepened(batches, (), gap)
     except UnlikeBlocksError:
-        return _loop(config, cuda, threads, range(config.n_layer)).evaluate()
+        return programs.loop(config, cuda, threads, range(config.n_layer)).evaluate()
     return tuple(batches)
 
 
 def build(
     config: TrainConfig, cuda: bool = True, first: bool = False, threads: int = 1, evaluates: bool = True
 ) -> Step:
-    """One optimizer step of a settled config, run eagerly, and, unless it is not asked for, one evaluation."""
-    alike = msgspec.structs.replace(config, gradient_accumulation_steps=1, world_size=1, eval_iters=1)
+    """One optimizer step of a settled config, run eagerly, and, if `evaluates`, one evaluation."""
+    rank = rank_of(config, cuda)
+    shared = {"world_size": config.world_size} if config.deepspeed == "zero2" else {}  # ranks reduce its buckets
+    alike = msgspec.structs.replace(rank.model, **(ALONE | shared))
     count = max(1, config.gradient_accumulation_steps // config.world_size)
     evaluating: list[Section] = []
     if evaluates:
-        batches = evaluation(alike, cuda, threads)
+        batches = [rank.evaluation(batch) for batch in evaluation(alike, cuda, threads)]
         later = Section("evaluation, later batches", batches[1], 2 * config.eval_iters - 1)
         evaluating = [Section("evaluation, first batch", batches[0]), later]
-    own = NanochatOptimizer if config.trainer == "nanochat" else Optimizer
-    optimizer = own(config, cuda, trained(config))
-    resident, micro_steps = training(optimizer, micro_step(alike, cuda, threads), count, first)
+    optimizer = _optimizer(config)(config, cuda, rank.updated(), rank.weight_bytes)
+    resident, micro_steps = training(optimizer, micro_step(alike, cuda, threads), count, first, rank)
     sections = [*evaluating, *micro_steps] if first else [*micro_steps, *evaluating]
-    return Step((*model_buffers(config, cuda), *resident), tuple(sections))
+    return Step((*rank.kept(model_buffers(config, cuda)), *resident, *rank.resident), tuple(sections))
+
+
+def _optimizer(config: TrainConfig) -> type[Optimizer]:
+    if config.deepspeed != "off":
+        return ZeroOptimizer
+    return NanochatOptimizer if config.trainer == "nanochat" else Optimizer
 
 
 def model_buffers(config: TrainConfig, cuda: bool) -> list[Buffer]:
@@ -357,13 +183,15 @@ def model_buffers(config: TrainConfig, cuda: bool) -> list[Buffer]:
     weights = models.weights(config, dtypes)
     found: list[Buffer] = []
     for p in parameters(config):
+        if config.trainer == "unsloth" and unsloth.is_on_host(config, p.name):
+            continue
         how = weights[p.name].quantization
         if how is None:
             found.append(Buffer(p.name, p.numel * ITEM_BYTES[weights[p.name].dtype], Kind.PARAMETERS, p.block))
         else:
             parts = stored(how, p.shape)
             found += [Buffer(f"{p.name}.{part}", size, Kind.PARAMETERS, p.block) for part, size in parts]
-    found += [Buffer(name, size, Kind.PARAMETERS) for name, size in models.buffers(config, dtypes)]
+    found += [Buffer(name, size, unsloth.kind_of(name)) for name, size in models.buffers(config, dtypes)]
     if attends_by_hand(config):
         triangle_bytes = config.block_size**2 * dtypes.weight_bytes
         names = [(f"transformer.h.{index}.attn.bias", index) for index in range(config.n_layer)]
@@ -371,34 +199,67 @@ def model_buffers(config: TrainConfig, cuda: bool) -> list[Buffer]:
     return found
 
 
-def training(optimizer: Optimizer, pattern: MicroStep, count: int, first: bool) -> tuple[list[Buffer], list[Section]]:
-    """What the program holds before a step beside the parameters, and the step."""
+def training(
+    optimizer: Optimizer, pattern: MicroStep, count: int, first: bool, rank: Rank | None = None
+) -> tuple[list[Buffer], list[Section]]:
+    """What the program holds before a step besides the parameters, and the step; one rank's, if there are several."""
+    rank = rank or Rank(optimizer.config, optimizer.cuda)
+    forgotten = _forgotten(optimizer.config, pattern.grads)
     scaler = [Buffer(name, 4, Kind.OPTIMIZER) for name in SCALER] if optimizer.precision.is_scaled else []
-    ops = pattern.repeated(min(count, 3))
+    ops, grads = rank.micro_steps(pattern, count, first)
     batch, left = pattern.before[: pattern.inputs], pattern.before[pattern.inputs :]
     resident = [*batch]
     if first:
         ops[0] = _beginning(ops[0], left, scaler)
     else:
+        resident += [*scaler, *left]
+        if forgotten:
+            ops[0] = tuple(_adding(ops[0], forgotten))
+            resident += forgotten.values()
+    if not first or optimizer.starts_with_state:
         optimizer.state = optimizer.create_state()
-        resident += [*scaler, *(held.buffer for held in optimizer.state), *left]
-    late = optimizer.config.zero_grad == "before_backward"
+        resident += [held.buffer for held in optimizer.state]
+    in_forward = rank.frees_grads_in_forward
+    late = optimizer.config.zero_grad == "before_backward" or in_forward
     if late and not first:
-        old = tuple(map(copied, pattern.grads.values()))
+        old = tuple(map(copied, grads))
         resident += old
-        at = next(index for index, op in enumerate(ops[0]) if op.phase is Phase.BACKWARD)
-        ops[0] = (*ops[0][:at], Op("zero_grad", Phase.BACKWARD, frees=old), *ops[0][at:])
-    sections = [Section(f"micro-step {index}", each) for index, each in enumerate(ops, 1)]
-    if count > 3:
-        sections[-1] = Section(f"micro-steps 3 to {count}", ops[-1], count - 2)
+        at = 0 if in_forward else next(index for index, op in enumerate(ops[0]) if op.phase is Phase.BACKWARD)
+        ops[0] = (*ops[0][:at], Op("zero_grad", ops[0][at].phase, frees=old), *ops[0][at:])
+    if optimizer.config.zero_grad == "in_backward":
+        return resident, rank.sections([_stepping(optimizer, ops[0], pattern.grads, first)], 1)
+    sections = rank.sections(ops, count)
     if not late:
-        optimizer.grads = [Storage(optimizer.ledger, buffer) for buffer in pattern.grads.values()]
+        kept = set(forgotten.values())
+        optimizer.grads = [Storage(optimizer.ledger, buffer) for buffer in grads if buffer not in kept]
     optimizer.step(first)
-    return resident, [*sections, Section("optimizer", optimizer.ledger.ops())]
+    return resident, [*sections, Section("optimizer", (*optimizer.ledger.ops(), *rank.after_update()))]
+
+
+def _stepping(optimizer: Optimizer, ops: Sequence[Op], grads: Mapping[str, Buffer], first: bool) -> tuple[Op, ...]:
+    """A micro-step in which each parameter has its own optimizer, which runs as soon as the gradient exists."""
+    result: list[Op] = []
+    named = {f"{parameter.name}.grad": parameter for parameter in optimizer.everything}
+    for op in ops:
+        result.append(op)
+        parameter = named.pop(op.name, None) if op.phase is Phase.BACKWARD else None
+        if parameter is not None:
+            own = type(optimizer)(optimizer.config, optimizer.cuda, [parameter])
+            own.grads = [Storage(own.ledger, grads[parameter.name])]
+            own.step(first)
+            result += own.ledger.ops()
+    return tuple(result)
+
+
+def _forgotten(config: TrainConfig, grads: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """Gradients that no optimizer uses and no zero_grad frees: with adapters, those of all other parameters."""
+    if config.method == "full" or config.deepspeed != "off":
+        return {}
+    return {name: grad for name, grad in grads.items() if not models.is_trained(name)}
 
 
 def _beginning(ops: Sequence[Op], left: Sequence[Buffer], scaler: Sequence[Buffer]) -> tuple[Op, ...]:
-    """A run's first micro-step: no earlier one has left anything, and the gradient scaler is made before backward."""
+    """A run's first micro-step: nothing is left from an earlier one, and the grad scaler is made before backward."""
     gone = exchanged(ops, dict.fromkeys(left))
     at = next(index for index, op in enumerate(gone) if op.phase is Phase.BACKWARD)
     made = [Op(buffer.name, Phase.BACKWARD, (buffer,), (), Kernel.POINTWISE) for buffer in scaler]

@@ -2,11 +2,13 @@
 
 Muon for the blocks' matrices, stacked by shape; AdamW for the rest, each tensor in one compiled pass. The gradients of
 all stacks are stacked before the first update, and the stacks of updated weights are held until all are copied back.
-What the compiled Muon step allocates for itself is read from its source, not measured: two copies of the stack in the
-activations' dtype, and two square matrices for each of its matrices.
+The compiled Muon step's own temporaries are read from its source, not measured: two copies of the stack in the
+activations' dtype, and two square matrices per matrix.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from oomph.config.schema import TrainConfig
 from oomph.step import models
@@ -18,18 +20,20 @@ from oomph.step.tensor.layout import ITEM_BYTES
 from oomph.step.tensor.tensor import Storage
 
 _ITERATIONS = 5  # of Polar Express
-_BEFORE = ("lm_head.", "wte.", "value_embeds.", "resid_lambdas", "x0_lambdas", "smear", "backout")  # AdamW's groups
+_BEFORE = ("lm_head.", "wte.", "value_embeds.", "resid_lambdas", "x0_lambdas", "smear", "backout")  # AdamW's order
 
 
 class NanochatOptimizer(Optimizer):
-    """MuonAdamW: its state, and its step."""
+    """MuonAdamW: its state and its step."""
 
-    def __init__(self, config: TrainConfig, cuda: bool, everything: tuple[Parameter, ...]) -> None:
-        super().__init__(config, cuda, everything)
+    def __init__(
+        self, config: TrainConfig, cuda: bool, everything: Sequence[Parameter], weight_bytes: int | None = None
+    ) -> None:
+        super().__init__(config, cuda, everything, weight_bytes)
         self.dtypes = {name: weight.dtype for name, weight in models.weights(config, self.precision).items()}
 
     def _split(self) -> None:
-        """Muon's matrices in stacks, and the rest in AdamW's order: nanochat has no other optimizer."""
+        """Put Muon's matrices into stacks, and the rest into AdamW's order: nanochat has no other optimizer."""
         self.matrices = [p for p in self.everything if p.block is not None and not is_table(p.name)]
         rest = [p for p in self.everything if p.block is None or is_table(p.name)]
         self.alone = sorted(rest, key=lambda p: next(i for i, part in enumerate(_BEFORE) if part in p.name))
@@ -37,7 +41,7 @@ class NanochatOptimizer(Optimizer):
         self.stacks = [[p for p in self.matrices if p.shape == shape] for shape in shapes]
 
     def create_state(self) -> list[Storage]:
-        """Every state tensor at once, as it is after the first step."""
+        """All state tensors, as they are after the first step."""
         moments = [held for parameter in self.alone for held in self._moments(parameter)]
         return [*moments, *(held for stack in self.stacks for held in self._momenta(stack))]
 
@@ -46,13 +50,13 @@ class NanochatOptimizer(Optimizer):
         return [self._hold(parameter, part, size) for part in ("exp_avg", "exp_avg_sq")]
 
     def _momenta(self, stack: list[Parameter]) -> list[Storage]:
-        """A momentum like the stack, and a variance for each row, or each column of wide matrices."""
+        """A momentum of the stack's shape, and a variance per row, or per column of wide matrices."""
         size, longer = stack[0].numel * self.weight_bytes, max(stack[0].shape) * self.weight_bytes
         parts = (("momentum", len(stack) * size), ("second_momentum", len(stack) * longer))
         return [self._hold(stack[0], part, each) for part, each in parts]
 
     def step(self, first: bool) -> None:
-        """Update, and let the gradients go. Nothing is clipped."""
+        """Update, and free the gradients. Nothing is clipped."""
         ledger = self.ledger
         ledger.phase = Phase.OPTIMIZER
         if self._scaled:

@@ -1,4 +1,4 @@
-"""In which dtypes a config's program keeps its weights and computes."""
+"""The dtypes in which a config's program keeps its weights and computes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Precision(NamedTuple):
     """The dtypes of a program."""
 
     weights: str  # of trained parameters, gradients and the optimizer's state
-    autocast: str | None  # what autocast computes in; None: it is off
-    activations: str | None = None  # where a model casts its weights itself: to this; None: it does not
-    frozen: str | None = None  # of parameters that are not trained; None: all are
+    autocast: str | None  # autocast's dtype; None: it is off
+    activations: str | None = None  # the dtype a model itself casts its weights to; None: it does not
+    frozen: str | None = None  # of frozen parameters; None: all are trained
 
     @property
     def compute(self) -> str:
@@ -40,6 +40,8 @@ def precision(config: TrainConfig, cuda: bool) -> Precision:
     dtype = config.dtype or "float32"
     if config.trainer == "nanochat":
         return Precision("float32", None, dtype)
+    if config.deepspeed != "off":  # DeepSpeed casts the whole model
+        return Precision(dtype, None, frozen=None if config.method == "full" else dtype)
     if config.method != "full":
         autocast = dtype if config.autocast and dtype in HALVES else None
         return Precision(config.adapter_dtype or "float32", autocast, frozen=config.base_dtype or dtype)

@@ -1,30 +1,36 @@
 """Checkpoint files: nanoGPT's dict in torch's zip format, plus what exact resuming needs, and a checksum.
 
 nanoGPT and `torch.load` can read the file: the SHA-256 of everything before it is in the archive's comment. It is
-written under another name, flushed to disk and renamed, so a file with a checkpoint's name is always complete.
+written under another name, flushed to disk and renamed, so a file with a checkpoint's name is always complete. Ranks
+that share a model write a folder instead, with each rank's part in it (`parts`).
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
+from oomph import config as configs
+from oomph.config import KEYS, LoadedConfig
+from oomph.data.errors import is_full
 from oomph.errors import InputError, Problem
 from oomph.files import sync_folder
-from oomph.training.errors import TrainingError
+from oomph.training.entries import problems_in
+from oomph.training.errors import DiskFullError, TrainingError
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
 NANOGPT = "ckpt.pt"  # nanoGPT's only checkpoint
+RUN = "run.pt"  # in a checkpoint's folder: what is not sharded
 _NAME = re.compile(r"step_(\d{8,})\.pt")
 _MARK = b"oomph sha256:"
 _COMMENT_BYTES = len(_MARK) + 64
@@ -76,34 +82,62 @@ def save(content: Mapping[str, Any], path: Path) -> None:
         temporary.replace(path)
         sync_folder(path.parent)
     except (OSError, RuntimeError, MemoryError) as error:  # torch turns a failed write into a RuntimeError
-        raise TrainingError(_why_not_written(path, error)) from None
+        raise not_written(path, error) from None
     finally:
         _remove(temporary)
 
 
 def _remove(path: Path) -> None:
-    """Delete if possible: a leftover file only costs disk space."""
+    """Delete if possible: a leftover only costs disk space. A folder is renamed first, so that none is half deleted."""
     with suppress(OSError):
-        path.unlink(missing_ok=True)
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
+        hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.{os.getpid()}.part")
+        path.rename(hidden)
+        (hidden / RUN).unlink(missing_ok=True)
+        shutil.rmtree(hidden)
 
 
-def _why_not_written(path: Path, error: Exception) -> str:
+def name_folder(part: Path, path: Path) -> None:
+    """Give a complete folder its name, replacing another checkpoint of that name."""
+    _remove(path)
+    part.rename(path)
+    sync_folder(path.parent)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a checkpoint of ranks that shared a model."""
+    return (path / RUN).is_file()
+
+
+def not_written(path: Path, error: Exception) -> TrainingError:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, OSError):
-        cure = "Free some disk space" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else "Fix that"
-        return f"{path}: cannot be written: {cause.strerror}. {cure}, then go on with --resume."
+        full = is_full(cause)
+        cure = "Free some disk space" if full else "Fix that"
+        kind = DiskFullError if full else TrainingError
+        return kind(f"{path}: cannot be written: {cause.strerror or cause}. {cure}, then go on with --resume.")
     if isinstance(error, MemoryError):
-        return f"{path}: cannot be written: out of memory."
-    return f"{path}: cannot be written: {str(error).splitlines()[0][:200]}"
+        return TrainingError(f"{path}: cannot be written: out of memory.")
+    return TrainingError(f"{path}: cannot be written: {str(error).splitlines()[0][:200]}")
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """A checkpoint of oomph or nanoGPT, verified. No code in it is executed. Raises `InputError` if it is invalid."""
+    """A checkpoint of oomph or nanoGPT, verified, its tensors mapped from the file. Executes no code in it.
+
+    Raises `InputError` if it is invalid.
+    """
     verify(path)
+    return load_file(path, device)
+
+
+def load_file(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The same for a file whose checksum is known to be right."""
     try:
-        content = torch.load(path, map_location=device, weights_only=True)
+        content = torch.load(path, map_location=device, weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0][:160]
         raise InputError(
@@ -135,7 +169,7 @@ def verify(path: Path) -> None:
                 file.seek(0)
                 _refuse_without_checksum(path, file.read(4))
                 return
-            summed = _sum(file, size - len(end))
+            summed = sha256(file, size - len(end))
     except OSError as error:
         raise InputError(Problem(str(path), "cannot be read", found=error.strerror)) from None
     if summed != end[2 + len(_MARK) :].decode(errors="replace"):
@@ -143,10 +177,10 @@ def verify(path: Path) -> None:
 
 
 def _refuse_without_checksum(path: Path, head: bytes) -> None:
-    """A file without a checksum is nanoGPT's, unless its name is one of ours."""
+    """Refuse a file without a checksum if its name is one of ours; otherwise it is nanoGPT's."""
     if head != b"PK\x03\x04":
         raise InputError(Problem(str(path), "not a checkpoint in torch's zip format", found=f"it begins with {head!r}"))
-    if _NAME.fullmatch(path.name) or path.name == BEST:
+    if _NAME.fullmatch(path.name) or path.name in (BEST, RUN):
         raise InputError(
             Problem(
                 str(path),
@@ -156,7 +190,8 @@ def _refuse_without_checksum(path: Path, head: bytes) -> None:
         )
 
 
-def _sum(file: IO[bytes], size: int) -> str:
+def sha256(file: IO[bytes], size: int) -> str:
+    """The SHA-256 of the file's first `size` bytes."""
     file.seek(0)
     summed = hashlib.sha256()
     while size > 0 and (block := file.read(min(size, _BLOCK_BYTES))):
@@ -181,6 +216,15 @@ def saved(run: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def recover(run: Path) -> None:
+    """Rename folders that were complete when their writer was killed before it could rename them."""
+    for part in (run / FOLDER).glob(".step_*.pt.part"):
+        path = part.with_name(part.name.removeprefix(".").removesuffix(".part"))
+        if is_folder(part) and not path.exists():
+            with suppress(OSError):  # another rank did it
+                part.rename(path)
+
+
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name; -1 if it has none."""
     named = _NAME.fullmatch(path.name)
@@ -188,8 +232,8 @@ def step_of(path: Path) -> int:
 
 
 def run_of(path: Path) -> Path:
-    """The run's folder of a checkpoint, or the folder itself."""
-    if path.is_dir():
+    """The folder of a checkpoint's run, or the folder itself."""
+    if path.is_dir() and not is_folder(path):
         return path
     return path.parent.parent if path.parent.name == FOLDER else path.parent
 
@@ -208,164 +252,72 @@ def keep_last(run: Path, count: int) -> None:
         _remove(path)
 
 
+def make_room(run: Path) -> Iterator[str]:
+    """Delete what a full disk cannot hold, yielding the name of each: older checkpoints, then best.pt.
+
+    Never the newest checkpoint: until the next is complete, the run would be lost with it.
+    """
+    *older, newest = saved(run) or [run / NANOGPT]
+    for path in older:
+        remove([path])
+        yield path.name
+    best = run / BEST
+    if best.exists() and newest.exists() and not _same(best, newest):
+        _remove(best)
+        yield BEST
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether both are the same checkpoint on the disk."""
+    if one.is_dir() and other.is_dir():
+        return (one / RUN).samefile(other / RUN)
+    return one.samefile(other)
+
+
 def mark_best(run: Path, path: Path) -> None:
-    """Make best.pt this checkpoint: a hard link if possible, so that it costs no disk space.
+    """Make this checkpoint best.pt: a hard link if possible, so that it costs no disk space.
 
     Raises `TrainingError` and leaves the older best.pt as it was.
     """
     temporary = run / f".{BEST}.{os.getpid()}"
     try:
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(path, temporary)
-        except OSError:  # a file system without hard links
-            import shutil
-
-            shutil.copyfile(path, temporary)
-            with temporary.open("rb") as copy:
-                os.fsync(copy.fileno())
+        _remove(temporary)
+        if path.is_dir():
+            temporary.mkdir()
+            for file in path.iterdir():
+                _link(file, temporary / file.name)
+            name_folder(temporary, run / BEST)
+            return
+        _link(path, temporary)
+        if (run / BEST).is_dir():
+            _remove(run / BEST)
         temporary.replace(run / BEST)
         sync_folder(run)
     except OSError as error:
         _remove(temporary)
-        raise TrainingError(_why_not_written(run / BEST, error)) from None
+        raise not_written(run / BEST, error) from None
+
+
+def _link(path: Path, new: Path) -> None:
+    try:
+        os.link(path, new)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, new)
+        with new.open("rb") as copy:
+            os.fsync(copy.fileno())
 
 
 def best_of(run: Path) -> tuple[int, float] | None:
     """The step and validation loss of best.pt; None if there is no readable one."""
     try:
-        content = torch.load(run / BEST, map_location="cpu", weights_only=True, mmap=True)
+        path = run / BEST / RUN if (run / BEST).is_dir() else run / BEST
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return int(content["iter_num"]), float(content["best_val_loss"])
     except Exception:  # torch raises many classes for a damaged archive
         return None
 
 
-VERSION = 1  # of our entries
-
-
-def problems_in(content: object, where: str) -> list[Problem]:
-    """Everything wrong with the entries of a checkpoint, oomph's or nanoGPT's."""
-    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        return [Problem(where, "not a checkpoint: it has no model", allowed="a checkpoint of oomph train or nanoGPT")]
-    problems = _wrong(content, _ENTRIES, where, "")
-    model = content["model"]
-    for name, value in model.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            found = f"{str(name)[:60]!r}: {type(value).__name__}"
-            problems.append(Problem(where, "its model is not a dict of tensors", found=found))
-            break
-    ours = content.get("oomph")
-    if isinstance(ours, dict):
-        if ours.get("version") != VERSION:
-            found = str(ours.get("version"))[:60]
-            return [
-                Problem(where, "written by another version of oomph", found=f"version {found}", allowed=str(VERSION))
-            ]
-        problems += _wrong(ours, _OURS, where, "oomph.")
-        problems += [Problem(where, f"its entry oomph.{name} is missing") for name in _NEEDED if name not in ours]
-        if not isinstance(content.get("config"), dict):
-            problems.append(Problem(where, "its entry config is missing"))
-    return problems
-
-
-Validator = Callable[[Any], bool]
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    """nanoGPT's best_val_loss is a tensor with one number."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, int | float)
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_random(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(state, dict)
-        and "cpu" in state
-        and all(isinstance(each, torch.Tensor) and each.dtype == torch.uint8 for each in state.values())
-        for state in value
-    )
-
-
-def _is_standing(value: Any) -> bool:
-    return isinstance(value, dict) and all(_STANDING.get(name, _is_number)(number) for name, number in value.items())
-
-
-def _is_loss(value: Any) -> bool:
-    return value is None or type(value) in (int, float)  # None: no step or evaluation yet
-
-
-_STANDING: dict[str, Validator] = {
-    "best_val_loss": lambda value: type(value) in (int, float),
-    "evaluated_at": lambda value: type(value) is int,
-    "metrics_bytes": _is_count,
-    "seconds": lambda value: type(value) in (int, float) and value >= 0,
-    "loss": _is_loss,
-    "val_loss": _is_loss,
-}
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, dict) and all(name in value and valid(value[name]) for name, valid in _DATA.items())
-
-
-_DATA: dict[str, Validator] = {
-    "order": lambda value: isinstance(value, str),
-    "seed": lambda value: type(value) is int,
-    "position": _is_count,
-    "block_size": _is_size,
-    "tokens": _is_size,
-    "sha256": lambda value: isinstance(value, str),
-}
-
-
-_ENTRIES: dict[str, tuple[Validator, str]] = {
-    "iter_num": (_is_count, "a whole number of at least 0"),
-    "best_val_loss": (_is_number, "a number"),
-    "config": (_is_dict, "a dict of keys"),
-    "model_args": (_is_dict, "a dict of keys"),
-    "optimizer": (_is_dict, "an optimizer's state"),
-    "oomph": (_is_dict, "a dict"),
-}
-_OURS: dict[str, tuple[Validator, str]] = {
-    "decided": (_is_names, "a list of keys"),
-    "batch_size": (_is_size, "a whole number of at least 1"),
-    "micro_steps": (_is_size, "a whole number of at least 1"),
-    "scaler": (_is_dict, "a dict"),
-    "data": (_is_data, "a reader's state"),
-    "random": (_is_random, "random states"),
-    "standing": (_is_standing, "numbers by name"),
-    "options": (_is_dict, "a dict"),
-    "data_folder": (lambda value: isinstance(value, str), "a path"),
-}
-_NEEDED = ("batch_size", "micro_steps", "scaler", "data", "random", "standing")
-
-
-def _wrong(
-    entries: Mapping[str, Any], checks: Mapping[str, tuple[Validator, str]], where: str, part: str
-) -> list[Problem]:
-    return [
-        Problem(where, f"its entry {part}{name} is invalid", found=_shown(entries[name]), allowed=allowed)
-        for name, (valid, allowed) in checks.items()
-        if name in entries and not valid(entries[name]) and (entries[name] is not None or name in _NEEDED)
-    ]
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:60] if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+def saved_config(content: dict[str, Any], where: str) -> LoadedConfig:
+    """The config in a checkpoint, oomph's or nanoGPT's, with the shape of its weights."""
+    found = {**(content.get("config") or {}), **(content.get("model_args") or {})}
+    return configs.from_dict({key: found[key] for key in KEYS if found.get(key) is not None}, where)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from oomph.errors import says_out_of_memory
+
 _COMPILER = ("torch._dynamo", "torch._inductor", "triton")  # modules whose errors come from torch.compile
-_CPU_WORDS = ("not enough memory", "can't allocate memory")  # torch's CPU allocator raises a plain RuntimeError
 
 
 class TrainingError(Exception):
-    """The run cannot go on. The message says why, what is kept and what to do. The command exits with 3."""
+    """The run cannot continue. The message says why, what is kept and what to do. The command exits with 3."""
 
 
 class DoesNotFitError(TrainingError):
     """The plan says that the run does not fit, and --force was not given. The command exits with 1."""
+
+
+class DiskFullError(TrainingError):
+    """A file could not be written because the disk or the user's quota is full."""
 
 
 class OtherRankError(TrainingError):
@@ -20,6 +25,11 @@ class OtherRankError(TrainingError):
 
 class LostRankError(TrainingError):
     """Another process of this run is gone."""
+
+    def __init__(self, message: str, tells: bool = True) -> None:
+        """`tells`: this rank reports it; only one of the remaining ranks does."""
+        super().__init__(message)
+        self.tells = tells
 
 
 def explain(error: Exception) -> TrainingError | None:
@@ -41,4 +51,4 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))

@@ -2,24 +2,25 @@
 
 A step takes the next `windows` of the sequence; each rank takes a contiguous share of them and cuts it into
 micro-batches. So a step that is repeated with smaller micro-batches, or on another number of ranks, reads the same
-data, and the state is one position.
+data, and the state is a single position.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from oomph.config import TrainConfig
-from oomph.data.reader import Batches, ReaderState
+from oomph.config.schema import eval_tokens
+from oomph.data.reader import EVEN, Batches, ReaderState
 from oomph.errors import InputError, Problem
-from oomph.training.distributed import Ranks
+from oomph.training.ranks.group import Ranks
 
 Batch = tuple[Tensor, Tensor]
-_LOOKED_AT = 2**20  # tokens checked against the vocabulary at each of a few places
-_EVAL_SEED = 20_231  # added to the seed: evaluations read their own windows, always the same
+_LOOKED_AT = 2**20  # tokens checked against the vocabulary in each of a few places
 
 
 class Feed:
@@ -32,7 +33,8 @@ class Feed:
             folder, "train", batch_size=1, block_size=config.block_size, order=order, seed=config.seed
         )
         check_vocabulary(self.reader, config.vocab_size)
-        self.windows = config.batch_size * config.gradient_accumulation_steps  # of a step, over all ranks
+        self.vocab_size = config.vocab_size
+        self.windows = config.batch_size * config.gradient_accumulation_steps  # per step, over all ranks
         self.share = self.windows // ranks.size
         self.position = 0  # windows that finished steps have read
         self.ranks, self.device = ranks, device
@@ -44,12 +46,13 @@ class Feed:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[:2] == (first, rows):
             return ahead[2]
-        return read(self.reader, first, rows, self.device)
+        return read(self.reader, first, rows, self.device, self.vocab_size)
 
     def look_ahead(self, index: int, rows: int) -> None:
         """Prefetch that micro-batch, or the next step's first, while the device computes."""
         first = self._first(index, rows)
-        self._ahead = first, rows, read(self.reader, first, rows, self.device)
+        with suppress(InputError):  # raised when that batch is needed, after this step is done
+            self._ahead = first, rows, read(self.reader, first, rows, self.device, self.vocab_size)
 
     def forget(self) -> None:
         """Drop the prefetched batch."""
@@ -71,7 +74,7 @@ class Feed:
     def load_state(self, state: ReaderState, where: str) -> None:
         """Resume from a state. `where` is its checkpoint, for error messages."""
         mine = self.reader.state()
-        if any(state[key] != mine[key] for key in ("tokens", "sha256")):
+        if any(state.get(key, mine[key]) != mine[key] for key in ("tokens", "sha256", "sample")):
             what = f"it was trained on different data than {self.reader.path}"
             found = f"{mine['tokens']} tokens here, {state['tokens']} there"
             if state["tokens"] == mine["tokens"]:
@@ -82,18 +85,28 @@ class Feed:
         self.forget()
 
 
-def read(reader: Batches, first: int, rows: int, device: torch.device) -> Batch:
-    """`rows` windows from number `first`, as tensors on the device; copied asynchronously to CUDA."""
+def read(reader: Batches, first: int, rows: int, device: torch.device, vocab_size: int) -> Batch:
+    """`rows` windows from number `first`, as tensors on the device; copied asynchronously to CUDA.
+
+    Raises `InputError` for a token beyond the vocabulary, which on a device would end in an assertion.
+    """
     reader.position, reader.batch_size = first, rows
     x, y = (torch.from_numpy(side) for side in next(reader))
+    if (highest := max(int(x.max()), int(y[:, -1].max()))) >= vocab_size:
+        raise InputError(_beyond(reader, highest, vocab_size))
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
     return x.to(device), y.to(device)
 
 
 def evaluation_reader(folder: Path, split: str, config: TrainConfig) -> Batches:
-    """A reader of the same windows at every evaluation, so that losses differ by the weights alone."""
-    return Batches(folder, split, batch_size=1, block_size=config.block_size, seed=config.seed + _EVAL_SEED)
+    """A reader of the windows of an evaluation, spread evenly over the split.
+
+    They depend only on the data, `eval_tokens` and `block_size`, so losses differ only by the weights, whatever the
+    batch and the seed.
+    """
+    windows = max(1, eval_tokens(config) // config.block_size)
+    return Batches(folder, split, batch_size=1, block_size=config.block_size, order=EVEN, even=windows)
 
 
 def check_data(folder: Path, config: TrainConfig) -> None:
@@ -115,15 +128,17 @@ def check_vocabulary(reader: Batches, vocab_size: int) -> None:
     else:
         import numpy as np
 
-        tokens = np.memmap(reader.path, dtype="<u2", mode="r")  # without a manifest it is nanoGPT's
+        tokens = np.memmap(reader.path, dtype="<u2", mode="r")  # without a manifest it is a nanoGPT file
         places = {0, len(tokens) // 2, max(0, len(tokens) - _LOOKED_AT)}
         highest = max(int(tokens[place : place + _LOOKED_AT].max()) for place in places)
     if highest >= vocab_size:
-        raise InputError(
-            Problem(
-                str(reader.path),
-                "contains tokens beyond the vocabulary",
-                found=f"token {highest}, vocab_size = {vocab_size}",
-                allowed=f"--vocab_size={-(-(highest + 1) // 64) * 64} or more",
-            )
-        )
+        raise InputError(_beyond(reader, highest, vocab_size))
+
+
+def _beyond(reader: Batches, highest: int, vocab_size: int) -> Problem:
+    return Problem(
+        str(reader.path),
+        "contains tokens beyond the vocabulary",
+        found=f"token {highest}, vocab_size = {vocab_size}",
+        allowed=f"--vocab_size={-(-(highest + 1) // 64) * 64} or more",
+    )

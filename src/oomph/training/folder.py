@@ -25,20 +25,22 @@ from oomph.training.result import Result
 
 LOCK_FILE = ".lock"
 RESULT = "result.json"
+JOB = ".job"  # the torchrun or Slurm job that writes here
 KEPT_TOKENIZER = "tokenizer"  # a folder
 _TOKENIZER_FILES = (MANIFEST, META_PICKLE, TOKENIZER)
-# What `oomph train` and `oomph sample` write into subfolders: nothing else in them is ever deleted.
+# Files that `oomph train` and `oomph sample` write into subfolders: nothing else in them is ever deleted.
 _OURS = {
-    "samples": ("seed_*.txt",),
+    "samples": ("seed_*.txt", "step-*.txt"),
     "tensorboard": ("events.out.tfevents.*",),
     "huggingface": ("model.safetensors", "config.json"),
+    "nanogpt": (checkpoint.NANOGPT,),
     KEPT_TOKENIZER: _TOKENIZER_FILES,
-    checkpoint.FOLDER: (".step_*.part",),
+    checkpoint.FOLDER: (),
 }
 
 
 def open_folder(out_dir: str, resumed: Path | None, overwrite: bool) -> Path:
-    """The folder of a run, created if missing. Refuses one that holds another run, unless `overwrite`."""
+    """The folder of a run, created if missing. Refuses one with another run in it, unless `overwrite`."""
     folder = Path(out_dir)
     held = checkpoint.saved(folder)
     same = resumed is not None and resumed.resolve() == folder.resolve()
@@ -61,10 +63,10 @@ def clear(folder: Path) -> None:
     """Delete the run in a folder, but not nanoGPT's ckpt.pt or files that oomph did not write."""
     checkpoint.remove(checkpoint.saved(folder))
     try:
-        for name in (checkpoint.BEST, METRICS_FILE, RESULT, LOG_FILE):
+        checkpoint.remove([folder / checkpoint.BEST, *folder.glob(f".{checkpoint.BEST}.*")])
+        checkpoint.remove((folder / checkpoint.FOLDER).glob(".step_*.part"))
+        for name in (METRICS_FILE, RESULT, LOG_FILE, JOB):
             (folder / name).unlink(missing_ok=True)
-        for path in folder.glob(f".{checkpoint.BEST}.*"):
-            path.unlink(missing_ok=True)
         for name, patterns in _OURS.items():
             for path in [path for pattern in patterns for path in (folder / name).glob(pattern)]:
                 path.unlink(missing_ok=True)
@@ -96,9 +98,10 @@ def read_result(folder: Path) -> Result | None:
 
 
 def find_run(folder: Path) -> Path:
-    """The newest checkpoint of a run, or `folder` itself if it is a file."""
-    if folder.is_file():
+    """The newest checkpoint of a run, or `folder` itself if it is a checkpoint."""
+    if folder.is_file() or checkpoint.is_folder(folder):
         return folder
+    checkpoint.recover(folder)
     held = checkpoint.saved(folder)
     if not held:
         found = "no such folder" if not folder.exists() else "a folder without checkpoints"
@@ -109,7 +112,7 @@ def find_run(folder: Path) -> Path:
 
 
 def keep_tokenizer(data: Path, run: Path) -> None:
-    """Copy what turns ids into text into the run's folder, so that `oomph sample` needs no data."""
+    """Copy the tokenizer's files into the run's folder, so that `oomph sample` needs no data."""
     manifest = read_manifest(data)
     folder = run / KEPT_TOKENIZER
     named = TOKENIZER if manifest is None else manifest.tokenizer.file or TOKENIZER

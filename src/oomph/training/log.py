@@ -1,4 +1,4 @@
-"""What a run reports: lines for the terminal and log.txt, figures for metrics.jsonl, W&B and TensorBoard."""
+"""What a run reports: lines for the terminal and log.txt, figures for metrics.jsonl, W&B, trackio and TensorBoard."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Log:
     def __init__(
         self, folder: Path | None = None, out: IO[str] | None = None, quiet: bool = False, later: bool = False
     ) -> None:
-        """`later`: keep lines until `open` gives a folder for them."""
+        """`later`: keep lines until `open` provides a folder."""
         self._out = out or sys.stdout
         self._quiet = quiet
         self._live = not quiet and self._out.isatty()
@@ -45,7 +45,7 @@ class Log:
             self.open(folder)
 
     def open(self, folder: Path) -> None:
-        """Write all lines to the folder's log.txt from now on, and the earlier ones first."""
+        """Write the earlier lines, and all lines from now on, to the folder's log.txt."""
         early, self._early = self._early or [], None
         try:
             self._file = (folder / LOG_FILE).open("ab", buffering=0)
@@ -129,10 +129,11 @@ def step_line(
 
 METRICS_FILE = "metrics.jsonl"
 _MAX_WAITING_BYTES = 2**20
+_LONGEST_LINE = 2**16
 
 
 class Tracker(Protocol):
-    """Another place that gets the figures."""
+    """Another destination for the figures."""
 
     def write(self, step: int, figures: dict[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -147,11 +148,11 @@ class Metrics:
     def __init__(
         self, folder: Path, trackers: list[Tracker], kept_bytes: int = 0, warn: Callable[[str], None] | None = None
     ) -> None:
-        """`kept_bytes` of an earlier file are kept: what came after its checkpoint will happen again."""
+        """`kept_bytes` of an earlier file are kept: the steps after its checkpoint will be repeated."""
         path = folder / METRICS_FILE
         try:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
-            self._end = min(kept_bytes, self._file.seek(0, os.SEEK_END))
+            self._end = self._whole_lines(min(kept_bytes, self._file.seek(0, os.SEEK_END)))
             self._file.truncate(self._end)
             self._file.seek(self._end)
         except OSError as error:
@@ -159,6 +160,12 @@ class Metrics:
         self._waiting = b""
         self._trackers = trackers
         self._warn, self._warned = warn, set[str]()
+
+    def _whole_lines(self, size: int) -> int:
+        """The end of the last complete line within `size` bytes: a killed process may have left half of one."""
+        first = max(0, size - _LONGEST_LINE)
+        self._file.seek(first)
+        return first + self._file.read(size - first).rfind(b"\n") + 1
 
     def write(self, step: int, **figures: Any) -> None:
         """Write one line, without figures that are None."""
@@ -215,18 +222,17 @@ class Metrics:
                 self._warn_once(type(tracker).__name__, error)
 
 
-class WandbTracker:
-    """Weights & Biases, with `wandb_log`."""
+class RunTracker:
+    """Weights & Biases, with `wandb_log`, or trackio, which has the same interface and keeps everything local."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, package: str, where: str, config: TrainConfig) -> None:
         try:
-            wandb = import_module("wandb")
+            library = import_module(package)
         except ImportError:
-            raise InputError(
-                Problem("wandb_log", "needs wandb; try: pip install wandb", allowed="--wandb_log=False")
-            ) from None
+            what = f"needs {package}; try: pip install {package}"
+            raise InputError(Problem(where, what, allowed=f"a run without {where}")) from None
         settings = msgspec.to_builtins(config)
-        self._run = wandb.init(project=config.wandb_project, name=config.wandb_run_name, config=settings)
+        self._run = library.init(project=config.wandb_project, name=config.wandb_run_name, config=settings)
 
     def write(self, step: int, figures: dict[str, float]) -> None:
         self._run.log({"iter": step, **figures})
@@ -239,7 +245,7 @@ class TensorBoardTracker:
     """Event files in `folder` for `tensorboard --logdir`, created with the first figures."""
 
     def __init__(self, folder: Path) -> None:
-        require("tensorboard", "--tensorboard")  # which torch's writer imports
+        require("tensorboard", "--tensorboard")  # imported by torch's writer
         self._folder = folder
         self._writer: Any = None
 
@@ -255,11 +261,13 @@ class TensorBoardTracker:
             self._writer.close()
 
 
-def make_trackers(config: TrainConfig, folder: Path, tensorboard: bool) -> list[Tracker]:
-    """The trackers asked for. Raises `InputError` if their package is missing."""
+def make_trackers(config: TrainConfig, folder: Path, tensorboard: bool, trackio: bool) -> list[Tracker]:
+    """The requested trackers. Raises `InputError` if their package is missing."""
     trackers: list[Tracker] = []
     if config.wandb_log:
-        trackers.append(WandbTracker(config))
+        trackers.append(RunTracker("wandb", "--wandb_log", config))
+    if trackio:
+        trackers.append(RunTracker("trackio", "--trackio", config))
     if tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard"))
     return trackers

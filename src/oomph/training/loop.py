@@ -8,31 +8,39 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from oomph.config import LoadedConfig
+from oomph.data.tokenizer import tokenizer_of
+from oomph.devices.cpu_rates import processor_s
+from oomph.errors import InputError
+from oomph.files import write_whole
 from oomph.planning.plan import Plan, tokens_per_step
-from oomph.training import checkpoint
-from oomph.training.errors import TrainingError
+from oomph.training.alarms import Alarms
+from oomph.training.errors import LostRankError, OtherRankError, TrainingError, is_out_of_memory
 from oomph.training.log import Log, Metrics, step_line
 from oomph.training.memory import MemoryMeter
-from oomph.training.result import PredictedVsActual, Result, compare_memory
+from oomph.training.model import GPT
+from oomph.training.ranks import jobs
+from oomph.training.result import PredictedVsActual, Result, StepTimes, compare_memory
+from oomph.training.sample import sample_text
+from oomph.training.saving import Saver
 from oomph.training.start import SettledOptions
-from oomph.training.state import RunProgress, pack
-from oomph.training.trainer import Interrupted, NotFiniteError, SmallerBatch, StepResult, Trainer
+from oomph.training.state import RunProgress
+from oomph.training.trainer import BrokenStepError, Interrupted, NotFiniteError, SmallerBatch, StepResult, Trainer
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 if hasattr(signal, "SIGHUP"):  # not on Windows
-    _NAMES[signal.SIGHUP] = "SIGHUP"
+    _NAMES |= {signal.SIGHUP: "SIGHUP", signal.SIGUSR1: "SIGUSR1"}
 
 
 class StopSignal:
-    """Inside its `with`, Ctrl-C, SIGTERM and SIGHUP ask the run to stop; a second Ctrl-C stops it at once."""
+    """A context in which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 ask the run to stop; a second Ctrl-C stops it at once."""
 
     def __init__(self) -> None:
-        self.by: str | None = None  # "Ctrl-C", "SIGTERM" or "SIGHUP"
+        self.by: str | None = None  # one of _NAMES' values
         self._before: dict[signal.Signals, Any] = {}
 
     def asked(self) -> bool:
@@ -58,7 +66,6 @@ class StopSignal:
         self.by = self.by or _NAMES[signal.Signals(number)]
 
 
-_RETRY_PAUSES_S = (1.0, 4.0)  # before the last checkpoint is tried again
 _WARM_UP_STEPS = 2  # left out of the measured step time: compiling, first use of memory
 
 
@@ -84,33 +91,41 @@ class TrainLoop:
         self.tokens_per_step = tokens_per_step(self.config)
         self.stop = StopSignal()
         self.shrunk = 0
-        self.saved_at = -1
-        self.warned = ""  # the last warning
-        self.saved_time = time.monotonic()
+        kept = (options.to_dict(), options.keep)
+        self.saver = Saver(trainer, loaded, data, folder, progress, log, metrics, *kept)
         self.durations_s: list[float] = []  # of steps since the last logged one
         self.warm_steps, self.warm_s, self.done_here = 0, 0.0, 0
+        self.step_times = StepTimes(trainer.device)
+        self.alarms = Alarms(progress.alarms)
+        self.began = time.monotonic()
         peak = plan.device.peak_tflops(self.config.dtype or "float32", self.config.allow_tf32)
         self.peak_flops = peak * 1e12 * self.config.world_size if peak else None
         trainer.on_shrink = self._log_smaller_batch
         trainer.stop_asked = self.stop.asked
-        # Resuming from an older checkpoint abandons the newer ones.
-        saved = checkpoint.saved(folder) if folder is not None else []
-        self.abandoned = [path for path in saved if checkpoint.step_of(path) > trainer.step]
 
     def run(self) -> Result:
         """Train to the end. However it ends, the newest state is in a checkpoint."""
         with self.stop:
             try:
                 return self._run()
-            except NotFiniteError as error:
-                self._event("not finite", reason=str(error))
-                raise TrainingError(f"{error}. {self._last_good()}") from None
+            except BrokenStepError as error:
+                self._event(error.event, reason=str(error))
+                raise TrainingError(f"{error}. {self.saver.last_good()}") from None
+            except (TrainingError, InputError) as error:
+                self._event("failed", reason=str(error))
+                raise
 
     def _run(self) -> Result:
         try:
             return self._steps()
         except Interrupted:
             return self._stop_early()
+        except LostRankError as error:
+            raise self.saver.save_alone(error) from None
+        except (InputError, OtherRankError):  # data that cannot be read, on this rank or another
+            if self.trainer.step and not self.config.eval_only:
+                self.saver.save()
+            raise
 
     def _steps(self) -> Result:
         trainer = self.trainer
@@ -119,29 +134,48 @@ class TrainLoop:
                 self._evaluate()
             if self.config.eval_only:
                 return self._result("evaluated", True)
-            if trainer.step >= self.config.max_iters:
-                self._save_or_fail("all steps done")
-                return self._result("all steps done", True)
-            stopping, saving = self._agree()
+            if reason := self._done():
+                self.saver.save_or_fail(reason)
+                return self._result(reason, True)
+            stopping, saving, out_of_time = self._agree()
             if stopping:
                 return self._stop_early()
+            if out_of_time:
+                reason = f"time_limit of {self.config.time_limit:g} minutes reached"
+                self.saver.save_or_fail(reason)
+                return self._result(reason, False, interrupted=False)
             if saving:
-                self._save()
-            began = time.perf_counter()
+                self.saver.save()
+            began, used = time.perf_counter(), processor_s()
             result = trainer.train_step()
-            self._note(result, time.perf_counter() - began)
+            self._note(result, time.perf_counter() - began, processor_s() - used)
+
+    def _done(self) -> str | None:
+        """Why the run is finished; None if it is not."""
+        if self.trainer.step >= self.config.max_iters:
+            return "all steps done"
+        val_loss, wanted = self.progress.val_loss, self.config.until_loss
+        evaluated = self.progress.evaluated_at == self.trainer.step
+        if wanted is not None and evaluated and val_loss is not None and val_loss <= wanted:
+            return f"validation loss {val_loss:.4f} reached, {wanted:g} wanted"
+        return None
 
     def _stop_early(self) -> Result:
-        reason = f"stopped by {self.stop.by or 'another rank'}"
+        by = next((each for each in self.trainer.ranks.gather(self.stop.by) if each), "another rank")
+        reason = f"stopped by {by}"
         if not self.config.eval_only:
-            self._save_or_fail(reason)
-        return self._result(reason, False)
+            self.saver.save_or_fail(reason)
+        if self.folder is not None and (told := jobs.requeue(by)):
+            self.log.line(told)
+        return self._result(reason, False, again=jobs.asks_for_restart(by))
 
-    def _agree(self) -> tuple[bool, bool]:
-        """Whether to stop and whether to save: the same answer on all ranks."""
-        due = time.monotonic() - self.saved_time >= self.options.save_minutes * 60
-        stopping, saving = self.trainer.ranks.any([self.stop.asked(), due], self.trainer.device)
-        return stopping, saving
+    def _agree(self) -> tuple[bool, bool, bool]:
+        """Whether to stop, whether to save, whether time is up: the same answer on all ranks."""
+        now, limit = time.monotonic(), self.config.time_limit
+        due = now - self.saver.saved_time >= self.options.save_minutes * 60
+        late = limit is not None and now - self.began >= limit * 60
+        stopping, saving, out_of_time = self.trainer.ranks.any([self.stop.asked(), due, late], self.trainer.device)
+        return stopping, saving, out_of_time
 
     def _evaluation_due(self) -> bool:
         step = self.trainer.step
@@ -164,78 +198,33 @@ class TrainLoop:
         self.log.line(
             f"step {step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}{', best so far' if better else ''}"
         )
+        if self.config.sample_tokens:
+            self._write_sample()
         if saving and (better or self.config.always_save_checkpoint):
-            self._save()
+            self.saver.save()
 
-    def _save_or_fail(self, reason: str) -> None:
-        """Save the last checkpoint of this process: retried, and an error if it cannot be written."""
-        for pause_s in (*_RETRY_PAUSES_S, None):
-            if self._save():
-                return
-            if pause_s is not None:
-                time.sleep(pause_s)
-        raise TrainingError(f"{reason}, but step {self.trainer.step} could not be saved. {self._last_good()}")
+    def _write_sample(self) -> None:
+        """Write a sample of the model's text; every rank must call it. A failure here does not stop the run."""
+        with self.trainer.averaged():
+            model = self.trainer.sharing.alone()
+            if self.folder is not None:
+                self._sample(model, self.folder)
 
-    def _save(self) -> bool:
-        """Save a checkpoint of the current step; called on every rank. Returns whether it was written.
-
-        If it cannot be written, the last good one stays. If this step was evaluated and is the best so far, best.pt
-        becomes it, and only if that was written does it count as the best.
-        """
-        step, progress = self.trainer.step, self.progress
-        self.saved_time = time.monotonic()
-        better = progress.is_better(step)
-        if self.saved_at == step and not better:
-            return True
-        if not self.trainer.weights_are_finite():
-            raise NotFiniteError(step, "a weight is not finite; stopped without a checkpoint of this step")
-        if self.metrics is not None:
-            progress.metrics_bytes = self.metrics.position()
-        before = progress.best_val_loss
-        progress.best_val_loss = cast(float, progress.val_loss) if better else before
-        content = pack(self.trainer, self.loaded, progress, self.options.to_dict(), self.data)
-        written, marked = self._write_checkpoint(content, better) if self.folder is not None else (True, True)
-        failed, unmarked = self.trainer.ranks.any([not written, not marked], self.trainer.device)
-        if unmarked:
-            progress.best_val_loss = before
-        if not failed:
-            self.saved_at = step
-        return not failed
-
-    def _write_checkpoint(self, content: dict[str, Any], best: bool) -> tuple[bool, bool]:
-        """Whether the checkpoint was written, and whether best.pt was, if it should be."""
-        folder = cast(Path, self.folder)
-        path = checkpoint.path_of(folder, self.trainer.step)
+    def _sample(self, model: GPT, folder: Path) -> None:
         try:
-            checkpoint.save(content, path)
-        except TrainingError as error:
-            self._warn(error, self._last_good())
-            return False, False
-        marked = True
-        if best:
-            try:
-                checkpoint.mark_best(folder, path)
-            except TrainingError as error:
-                self._warn(error, "The older best.pt stays.")
-                marked = False
-        checkpoint.remove(old for old in self.abandoned if old != path)
-        self.abandoned = []
-        checkpoint.keep_last(folder, self.options.keep)
-        return True, marked
+            tokenizer = tokenizer_of(self.data, None, self.config.vocab_size)
+            model.eval()
+            text = sample_text(model, tokenizer, "\n", self.config.sample_tokens)
+            (folder / "samples").mkdir(exist_ok=True)
+            write_whole(folder / "samples" / f"step-{self.trainer.step}.txt", text.encode(errors="replace"))
+        except Exception as error:
+            if not isinstance(error, InputError | OSError) and not is_out_of_memory(error):
+                raise
+            self.log.line(f"WARNING: no sample was written: {str(error).splitlines()[0][:200]}")
+        finally:
+            model.train()
 
-    def _warn(self, error: TrainingError, what_stands: str) -> None:
-        """Report what was not saved, once however often it is retried."""
-        text = f"WARNING: {error} {what_stands}"
-        if text != self.warned:
-            self.warned = text
-            self._event("not saved", reason=str(error))
-            self.log.line(text)
-
-    def _last_good(self) -> str:
-        saved = checkpoint.saved(self.folder) if self.folder is not None else []
-        return f"The last good checkpoint is {saved[-1]}." if saved else "There is no earlier checkpoint."
-
-    def _note(self, result: StepResult, seconds: float) -> None:
+    def _note(self, result: StepResult, seconds: float, used_s: float) -> None:
         """Count the step, and log it if due."""
         self.progress.loss = result.loss
         self.progress.seconds += seconds
@@ -243,11 +232,16 @@ class TrainLoop:
         if self.done_here > _WARM_UP_STEPS:
             self.warm_steps += 1
             self.warm_s += seconds
+            self.step_times.add(seconds, used_s)
         self.durations_s.append(seconds)
         if result.skipped:
             reason, scale = "a float16 gradient overflowed; the step was skipped", self.trainer.scaler.get_scale()
             self._event("scale lowered", reason=reason, scale=scale)
             self.log.line(f"step {result.step}: {reason}, and the loss scale is now {scale:g}")
+        for alarm in self.alarms.check(result.loss, result.grad_norm):
+            self._write(result.step, event="spike", reason=alarm)
+            self.log.line(f"WARNING: step {result.step}: {alarm}")
+        self.progress.alarms = self.alarms.state()
         if result.step % self.config.log_interval == 0:
             self._log_step(result)
 
@@ -300,10 +294,11 @@ class TrainLoop:
         if self.metrics is not None:
             self.metrics.write(step, **figures)
 
-    def _result(self, reason: str, finished: bool) -> Result:
+    def _result(self, reason: str, finished: bool, interrupted: bool | None = None, again: bool = False) -> Result:
+        """The result so far; `interrupted` defaults to not finished."""
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
-        step_ms = self.warm_s / self.warm_steps * 1e3 if self.warm_steps else None
+        step_ms, waited = self.step_times.usual_ms()
         planned_ms = self.plan.time.step_ms if self.plan.time else None
         memory, reserved = compare_memory(self.plan, self.meter)
         best = self.progress.best_val_loss
@@ -321,6 +316,13 @@ class TrainLoop:
             step_ms=PredictedVsActual(planned_ms, step_ms),
             shrunk=self.shrunk,
             batch_size=self.trainer.batch_size,
-            interrupted=not finished,
+            interrupted=not finished if interrupted is None else interrupted,
             reserved_mib=reserved,
+            waited=waited,
+            again=again,
+            ranks_mib=self._memory_of_ranks(memory),
         )
+
+    def _memory_of_ranks(self, mine: PredictedVsActual) -> tuple[PredictedVsActual, ...]:
+        """Every rank's memory, if there are several ranks."""
+        return tuple(self.trainer.ranks.gather(mine)) if self.trainer.ranks.size > 1 else ()

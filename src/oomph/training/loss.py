@@ -1,6 +1,6 @@
 """Head and cross-entropy in one: the loss and its gradients a chunk of rows at a time, never the full logits.
 
-`plain_loss` is the definition, and the oracle of the tests. `chunked_loss` computes the same in the memory of one
+`plain_loss` is the definition, and the oracle in the tests. `chunked_loss` computes the same in the memory of one
 chunk: the gradient of a chunk's logits needs only those logits, so both matrix products of the backward are done
 while they exist, and the backward only scales the results.
 
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 # vocabulary of 50,304); without a factor, the sum over a chunk could overflow for a very frequent token.
 _SHARE = 1 / 8
 _SAFE_ROWS = 1024  # × 1/8 × 511 is below float16's 65,504
+Gradients = tuple[Tensor, Tensor | None]  # of the hidden states, and of the head unless it is frozen
 _GROUP = 8  # rows of the head: 16 bytes in half precision
 
 
@@ -41,7 +42,7 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, co
     kind = hidden.device.type
     half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    settings = (chunk, half, learns, compiled)
+    settings = (chunk, half, learns, weight.requires_grad, compiled)
     loss: Tensor = _ChunkedLoss.apply(hidden, weight, targets, *settings)  # type: ignore[no-untyped-call]
     return loss
 
@@ -62,6 +63,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         half: torch.dtype | None,
         learns: bool,
+        head_learns: bool,
         compiled: bool,
     ) -> Tensor:
         ctx.hidden_dtype, ctx.rows = hidden.dtype, hidden.size(0)
@@ -72,7 +74,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 cast_hidden, cast_weight = hidden, weight
             words = weight.size(0) if compiled else None
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            grads = (torch.empty_like(cast_hidden), torch.zeros_like(weight)) if learns else None
+            grads: Gradients | None = None
+            if learns:
+                grads = torch.empty_like(cast_hidden), torch.zeros_like(weight) if head_learns else None
             for first in range(0, ctx.rows, chunk):
                 part = slice(first, first + chunk)
                 loss -= _chunk(cast_hidden[part], cast_weight, targets[part], part, grads, words)
@@ -82,15 +86,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:
-        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # so that nothing here keeps them alive
+        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # so that the context does not keep them alive
         scale = incoming[0] * (1 / (ctx.rows * _SHARE))
         grad_hidden.mul_(scale)
-        grad_weight.mul_(scale)
-        return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None
+        if grad_weight is not None:
+            grad_weight.mul_(scale)
+        return grad_hidden.to(ctx.hidden_dtype), grad_weight, None, None, None, None, None, None
 
 
 def _chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, part: slice, grads: tuple[Tensor, Tensor] | None, words: int | None
+    hidden: Tensor, weight: Tensor, targets: Tensor, part: slice, grads: Gradients | None, words: int | None
 ) -> Tensor:
     """The sum of the targets' log-probabilities over one chunk; its gradients go into `grads`.
 
@@ -105,6 +110,8 @@ def _chunk(
         return logarithms
     grad_hidden, grad_weight = grads
     torch.mm(gradient, weight, out=grad_hidden[part])
+    if grad_weight is None:
+        return logarithms
     if gradient.dtype == grad_weight.dtype:
         grad_weight.addmm_(gradient.t(), hidden)
     elif gradient.dtype == torch.float16:

@@ -1,19 +1,24 @@
-"""How much memory the run takes, and making the C library return freed memory."""
+"""Measuring the run's memory, and making the C library return freed memory."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
+from msgspec.structs import replace
+from torch import Tensor
 
+from oomph.devices import Device
 from oomph.predict.cpu_kernels import OOMPH_KEPT_BYTES
 from oomph.units import MIB
 
 _STATUS = Path("/proc/self/status")
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
+_MADV_DONTNEED = 4  # Linux's mman.h
 
 
 def return_freed_memory() -> None:
@@ -25,9 +30,24 @@ def return_freed_memory() -> None:
     if sys.platform != "linux":
         return
     try:
-        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, OOMPH_KEPT_BYTES)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, OOMPH_KEPT_BYTES)
     except (OSError, AttributeError):
         return
+
+
+def drop_pages(mapped: Iterable[Tensor]) -> None:
+    """Unload the pages of tensors in a memory-mapped checkpoint, once copied: else they count as the run's memory.
+
+    They are read again from the file if needed. Does nothing except on Linux.
+    """
+    if sys.platform != "linux":
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    for tensor in mapped:
+        first = -(-tensor.data_ptr() // page) * page
+        whole = (tensor.data_ptr() + tensor.nbytes - first) // page * page
+        if whole > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), _MADV_DONTNEED)
 
 
 class MemoryMeter:
@@ -38,16 +58,14 @@ class MemoryMeter:
         self.began_mib = _status_mib("VmRSS") if device.type == "cpu" else 0.0  # the process before the run
         self.reset_peak()
 
-    def release(self, loaded: dict[str, Any]) -> None:
-        """Empty what was loaded before the run began, so that neither `began_mib` nor the peak counts it."""
-        held_mib = _status_mib("VmRSS")
-        loaded.clear()
-        if self.device.type == "cpu":
-            self.began_mib -= held_mib - _status_mib("VmRSS")
-        self.reset_peak()
+    def with_own_share(self, hardware: Device) -> Device:
+        """The CPU with this process's own memory before the run, imports included, instead of the measured one."""
+        if not self.began_mib:
+            return hardware
+        return replace(hardware, context_mib=round(self.began_mib), optimizer_mib=0, transformers_mib=0)
 
     def reset_peak(self) -> None:
-        """Start the peak over from what is held now."""
+        """Restart the peak from the memory held now."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self.device.type == "cpu":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -17,13 +17,19 @@ from oomph.training.model import GPT
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The learning rate of a step, counted from 0: nanoGPT's linear warm-up, then a cosine down to `min_lr`."""
+    """The learning rate of a step, counted from 0: nanoGPT's linear warm-up, then a cosine down to `min_lr`.
+
+    `warmup_stable_decay` stays level after the warm-up, and then falls to `min_lr` in a straight line.
+    """
     if not config.decay_lr:
         return config.learning_rate
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
     if step >= config.lr_decay_iters:
         return config.min_lr
+    if config.lr_scheduler_type == "warmup_stable_decay":
+        left = (config.lr_decay_iters - step) / (config.warmdown_ratio * config.lr_decay_iters)
+        return config.min_lr + min(1.0, left) * (config.learning_rate - config.min_lr)
     done = (step - config.warmup_iters) / (config.lr_decay_iters - config.warmup_iters)
     return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
 
@@ -82,7 +88,7 @@ class FusedAdamW:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch.optim.AdamW's format: parameters by number."""
+        """The state in torch.optim.AdamW's format: parameters by number."""
         numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
         return {
             "state": {numbers[parameter]: dict(state) for parameter, state in self.state.items()},
@@ -137,25 +143,30 @@ class OptimizerPair:
 AnyOptimizer = FusedAdamW | torch.optim.Optimizer | OptimizerPair
 
 
-def make_optimizer(model: GPT, config: TrainConfig) -> AnyOptimizer:
-    """The optimizer of a settled config, with its state allocated: a step allocates nothing that stays."""
+def make_optimizer(model: GPT, config: TrainConfig, parts: Sequence[nn.Parameter] | None = None) -> AnyOptimizer:
+    """The optimizer of a settled config, with its state allocated: a step allocates nothing that stays.
+
+    `parts`: this process's shards of the model's parameters, in order, if it does not have all of them.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad] if parts is None else parts
     if config.optimizer == "adamw" and config.optimizer_loop == "fused":
-        return FusedAdamW(groups(model.parameters(), config), config.learning_rate, (config.beta1, config.beta2))
-    optimizer = torch_optimizer(model, config)
-    allocate_state(optimizer, model.parameters())
+        return FusedAdamW(groups(parameters, config), config.learning_rate, (config.beta1, config.beta2))
+    optimizer = torch_optimizer(model, config, parts)
+    allocate_state(optimizer, parameters)
     return optimizer
 
 
-def torch_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer | OptimizerPair:
+def torch_optimizer(
+    model: nn.Module, config: TrainConfig, parts: Sequence[nn.Parameter] | None = None
+) -> torch.optim.Optimizer | OptimizerPair:
     """torch.optim's optimizer of a settled config, or torchao's: its state is allocated in the first step."""
     name, rate = config.optimizer, config.learning_rate
     if name == "muon":
         hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and any(map(str.isdigit, n.split(".")))]
         ids = {id(p) for p in hidden}
         rest = [p for p in model.parameters() if id(p) not in ids]
-        muon = torch.optim.Muon(hidden, lr=rate, weight_decay=config.weight_decay)
-        return OptimizerPair(muon, _adamw(groups(rest, config), config))
-    both = groups(model.parameters(), config)
+        return OptimizerPair(_muon(hidden, config), _adamw(groups(rest, config), config))
+    both = groups(model.parameters() if parts is None else parts, config)
     if name == "adamw":
         return _adamw(both, config)
     if name == "sgd":
@@ -163,6 +174,23 @@ def torch_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     if name == "adafactor":
         return torch.optim.Adafactor(both, lr=rate, foreach=config.optimizer_loop == "foreach")
     return _adamw8bit(both, config)
+
+
+def _muon(matrices: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """Muon with its own learning rate, or with updates as large as AdamW's, so that AdamW's rate works."""
+    if config.matrix_lr is None:
+        return torch.optim.Muon(
+            matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+    group = {"params": matrices, _RATIO: _ratio(config.matrix_lr, config)}
+    return torch.optim.Muon([group], lr=config.matrix_lr, weight_decay=config.weight_decay, adjust_lr_fn="original")
+
+
+_RATIO = "lr_ratio"  # of a group's learning rate to the config's, if they differ
+
+
+def _ratio(rate: float, config: TrainConfig) -> float:
+    return rate / config.learning_rate if config.learning_rate else 1.0
 
 
 def groups(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
@@ -235,25 +263,31 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The saved state with dicts of parts copied into the optimizer's own tensors."""
+    """The saved state, its tensors and dicts of parts copied into the optimizer's own: the file may be mapped."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = {}
     for number, entry in saved.items():
         mine = optimizer.state[parameters[number]]
         found[number] = {
-            name: _filled(mine[name], value) if isinstance(value, dict) else value for name, value in entry.items()
+            name: _filled(mine[name], value) if isinstance(value, dict | Tensor) else value
+            for name, value in entry.items()
         }
     return found
 
 
-def _filled(made: Tensor, parts: dict[str, Tensor]) -> Tensor:
-    for name, part in parts.items():
-        getattr(made, name).copy_(part)
+def _filled(made: Tensor, saved: Tensor | dict[str, Tensor]) -> Tensor:
+    if isinstance(saved, dict):
+        for name, part in saved.items():
+            getattr(made, name).copy_(part)
+    elif made.shape != saved.shape:
+        raise ValueError(f"shape {tuple(saved.shape)} instead of {tuple(made.shape)}")
+    else:
+        made.copy_(saved)
     return made
 
 
 def load_optimizer(optimizer: AnyOptimizer, saved: dict[str, Any]) -> None:
-    """Load the moments and step counts; learning rates, decays and betas stay those of the config.
+    """Load the moments and step counts; learning rates, decays and betas stay as in the config.
 
     Raises `ValueError` if the state is another model's or another optimizer's.
     """
@@ -286,13 +320,13 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[int, ...]]
 
 
 def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:
-    """Set the learning rate of the next step."""
+    """Set the learning rate of the next step; groups with their own rate change in proportion."""
     for group in optimizer.param_groups:
-        _set(group, rate)
+        _set(group, rate * group.get(_RATIO, 1.0))
 
 
 def _set(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):  # torchao's, which compiles its step
+    if isinstance(group["lr"], Tensor):  # torchao's, whose step is compiled
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate

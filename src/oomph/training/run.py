@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +17,10 @@ import torch
 from oomph import config as configs
 from oomph.config import LoadedConfig, TrainConfig
 from oomph.data.errors import require
-from oomph.devices import Device, calibrated, detect
 from oomph.errors import InputError, Problem
-from oomph.planning.notes import unrunnable
 from oomph.planning.plan import Config, Plan, plan
-from oomph.training import checkpoint, weights
-from oomph.training.distributed import Ranks, ranks_from_environment
-from oomph.training.errors import DoesNotFitError, TrainingError, explain, is_out_of_memory
+from oomph.training import checkpoint, hugging_face, lora, weights
+from oomph.training.errors import DoesNotFitError, OtherRankError, TrainingError, explain, is_out_of_memory
 from oomph.training.feed import Feed, check_data
 from oomph.training.folder import (
     RESULT,
@@ -35,99 +35,25 @@ from oomph.training.folder import (
 from oomph.training.log import Log, Metrics, make_trackers
 from oomph.training.loop import TrainLoop
 from oomph.training.loss import head_loss
-from oomph.training.memory import MemoryMeter, return_freed_memory
+from oomph.training.memory import MemoryMeter, drop_pages, return_freed_memory
 from oomph.training.model import GPT
 from oomph.training.optimizer import make_optimizer
+from oomph.training.ranks import jobs
+from oomph.training.ranks.group import Ranks, ranks_from_environment
+from oomph.training.ranks.sharing import share
 from oomph.training.result import Result, lines
+from oomph.training.setup import Setup, agreed, set_up
 from oomph.training.start import Options, Start, find_start, newest_of
 from oomph.training.state import RunProgress, unpack
-from oomph.training.trainer import DTYPES, Trainer
+from oomph.training.trainer import Trainer
 from oomph.training.weights import load_weights
+from oomph.units import MIB
 
-
-@dataclass(frozen=True)
-class Setup:
-    """A settled config, the torch device, the hardware, and the decisions taken."""
-
-    loaded: LoadedConfig
-    device: torch.device
-    hardware: Device
-    backend: str  # torch.distributed's
-    reasons: tuple[str, ...]
-
-
-def set_up(loaded: LoadedConfig, ranks: Ranks, measure: bool = True) -> Setup:
-    """Fill in unset keys for this machine. Raises `InputError` for what it cannot do."""
-    kind, reason = _choose_device(loaded)
-    loaded = configs.with_trainer(loaded, "oomph")
-    on_cpu = kind.startswith("cpu")
-    decided = {
-        "device": (kind, reason),
-        "torch_version": (_torch_version(), "default: the torch that runs"),
-        "world_size": (ranks.size, f"default: {ranks.size} process{'es' if ranks.size > 1 else ''} started"),
-    }
-    if not loaded.said("backend"):
-        own = "nccl" if kind.startswith("cuda") else "gloo"
-        decided["backend"] = own, f"default: the backend for {kind}"
-    values = {key: value for key, (value, _) in decided.items()}
-    sources = loaded.sources | {key: why for key, (_, why) in decided.items()}
-    merged = LoadedConfig(
-        msgspec.structs.replace(loaded.config, **values),
-        sources,
-        loaded.notes,
-        loaded.files,
-    )
-    problems = configs.validate(merged.config, sources) + unrunnable(merged, on_cpu) + _wrong_backend(merged, ranks)
-    if problems:
-        raise InputError(problems)
-    hardware = calibrated(detect(kind, measure))
-    settled = configs.settle(merged, hardware)
-    device = torch.device(kind if ":" in kind or ranks.size == 1 or on_cpu else f"{kind}:{ranks.local_rank}")
-    return Setup(settled, device, hardware, settled.config.backend, _reasons(settled))
-
-
-def _choose_device(loaded: LoadedConfig) -> tuple[str, str]:
-    """The device asked for, or the best there is, and why. Raises `InputError` if it is not there."""
-    asked = loaded.config.device
-    kind, _, index = asked.partition(":")
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there = {"cuda": cards > int(index or 0), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if not loaded.said("device"):
-        if there["cuda"]:
-            return "cuda", "default: an NVIDIA GPU is available"
-        if there["mps"]:
-            return "mps", "default: an Apple GPU is available"
-        return "cpu", "default: torch sees no GPU here"
-    if there[kind]:
-        return asked, loaded.sources["device"]
-    found = f"torch {torch.__version__} sees {cards} CUDA device{'' if cards == 1 else 's'}"
-    allowed = ", ".join(name for name, present in there.items() if present)
-    raise InputError(
-        Problem(loaded.sources["device"], f"device {asked!r} is not available", found=found, allowed=allowed)
-    )
-
-
-def _torch_version() -> str:
-    return str(torch.__version__).partition("+")[0].partition("a")[0].partition("rc")[0]
-
-
-def _wrong_backend(loaded: LoadedConfig, ranks: Ranks) -> list[Problem]:
-    """Refuse a backend that does not work on the device. A single process needs none."""
-    config = loaded.config
-    if ranks.size == 1 or not loaded.said("backend"):
-        return []
-    known = ("gloo", "nccl") if config.device.startswith("cuda") else ("gloo",)
-    if config.backend in known:
-        return []
-    what = f"this backend does not work on {config.device}"
-    return [Problem(loaded.sources["backend"], what, found=config.backend, allowed=" or ".join(known))]
-
-
-def _reasons(loaded: LoadedConfig) -> tuple[str, ...]:
-    shown = ("device", "dtype", "compile", "loss_chunk", "optimizer_loop")
-    return tuple(
-        f"{key} = {getattr(loaded.config, key)}: {loaded.sources[key].removeprefix('default: ')}" for key in shown
-    )
+# What torch loads on first use: modules of `parallel` = "fsdp", and of `compile`.
+_LOADED_LATER = {
+    "fsdp": ("torch.distributed.fsdp", "torch._dynamo", "oomph.training.ranks.parts"),
+    "compile": ("torch._dynamo", "torch._inductor.compile_fx"),
+}
 
 
 def train(config: Config = None, options: Options | None = None, **named: Any) -> Result:
@@ -138,20 +64,35 @@ def train(config: Config = None, options: Options | None = None, **named: Any) -
     """
     options = options or Options(**named)
     ranks = ranks_from_environment()
-    loaded = configs.as_loaded(config)
-    start = find_start(loaded, options)
-    setup = set_up(start.loaded, ranks, options.measure and ranks.first)
+    with _told_once(ranks):
+        loaded = configs.as_loaded(config)
+        options = jobs.taken_up(loaded, options)
+        start = find_start(loaded, options)
+        setup = set_up(start.loaded, ranks, options.measure and ranks.first)
     ranks.start(setup.backend, setup.device)
     try:
+        setup = agreed(setup, ranks)
         with ExitStack() as opened:
             folder = ranks.together(lambda: _hold_folder(setup, start, ranks, options, opened))
             newest = _newest_start(start, loaded, options, ranks)
             if newest is not start:
                 start = newest
-                setup = ranks.together(lambda: set_up(newest.loaded, ranks, options.measure and ranks.first))
+                measure = options.measure and ranks.first
+                setup = agreed(ranks.together(lambda: set_up(newest.loaded, ranks, measure)), ranks)
             return _train(setup, start, folder, ranks, options)
     finally:
         ranks.stop()
+
+
+@contextmanager
+def _told_once(ranks: Ranks) -> Iterator[None]:
+    """A context before the ranks meet, in which each finds the same mistakes: a machine's first rank reports them."""
+    try:
+        yield
+    except InputError:
+        if ranks.local_rank:
+            raise OtherRankError("the first rank of this machine reports it") from None
+        raise
 
 
 def _tf32(setup: Setup) -> bool:
@@ -164,7 +105,7 @@ def _hold_folder(setup: Setup, start: Start, ranks: Ranks, options: Options, ope
     check_data(start.data(setup.loaded), config)
     if not ranks.first:
         return None
-    folder = open_folder(config.out_dir, start.folder, options.overwrite)
+    folder = open_folder(config.out_dir, start.folder, options.overwrite or options.again)
     opened.callback(FolderLock(folder).release)
     return folder
 
@@ -187,7 +128,11 @@ def _train(setup: Setup, start: Start, folder: Path | None, ranks: Ranks, option
             loop.progress.best_val_loss = ranks.gather(loop.progress.best_val_loss)[
                 0
             ]  # only the first rank sees the folder
-            return _finish(loop.run(), loop, log, _evaluates_only(start, folder, loop.config))
+            evaluates_only = ranks.gather(_evaluates_only(start, folder, loop.config))[0]
+            result = _finish(loop.run(), loop, log, evaluates_only)
+            if loop.options.export and result.finished and not evaluates_only:
+                ranks.together(lambda: _export(loop, log))
+            return result
         except Exception as error:
             said = explain(error)
             log.record(f"ERROR: {said or error}")
@@ -207,28 +152,31 @@ def _make_ready(
     """Build everything, and check everything before an older run's files are touched."""
     config = setup.loaded.config
     data = start.data(setup.loaded)
-    planned = plan(setup.loaded, setup.hardware)
-    _announce(log, setup, planned, start)
-    if planned.memory.fits is False and not options.force:
-        raise DoesNotFitError("the plan says that this run does not fit; --force tries it anyway")
     return_freed_memory()
     _warm_up(setup)
     meter = MemoryMeter(setup.device)
-    trainer = _build(setup, data, ranks, start, options)
+    planned = plan(setup.loaded, meter.with_own_share(setup.hardware))
+    _announce(log, setup, planned, start)
+    if planned.memory.fits is False and not options.force:
+        raise DoesNotFitError("the plan says that this run does not fit; --force tries it anyway")
+    trainer = build(setup, data, ranks, start)
     progress = RunProgress()
     if start.content:
-        progress = unpack(start.content, trainer, str(start.checkpoint))
-        meter.release(start.content)  # a second copy of weights and optimizer state
+        progress = unpack(start.content, trainer, cast(Path, start.checkpoint))
+        start.content.clear()
     metrics = None
     if folder is not None:
-        trackers = make_trackers(config, folder, start.options.tensorboard)
+        trackers = make_trackers(config, folder, start.options.tensorboard, start.options.trackio)
         if start.options.export:
             require("safetensors", "--export")  # not only at the end of the run
-        if options.overwrite:
+            hugging_face.family_of(config)
+        if options.overwrite or options.again:
             clear(folder)
         log.open(folder)
+        _warn_of_a_small_disk(folder, trainer, start.options.keep, log)
         _sync_files(progress, trainer, start, folder, log)
         if not _evaluates_only(start, folder, config):
+            jobs.sign(folder)
             write_plan(folder, planned, start.options.to_repeat())
             keep_tokenizer(data, folder)
         metrics = Metrics(folder, trackers, progress.metrics_bytes, log.line)
@@ -236,8 +184,22 @@ def _make_ready(
     return TrainLoop(trainer, setup.loaded, planned, data, folder, progress, log, metrics, meter, start.options)
 
 
+def _warn_of_a_small_disk(folder: Path, trainer: Trainer, keep: int, log: Log) -> None:
+    """Warn if the checkpoints kept, the best one and the next do not all fit."""
+    held: list[torch.Tensor] = [*trainer.parameters, *(p for p in trainer.model.parameters() if not p.requires_grad)]
+    held += [each for state in trainer.optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    ranks = trainer.ranks.size if trainer.sharing.in_lockstep else 1  # each writes as much
+    size_mib = ranks * sum(tensor.nbytes for tensor in held) / MIB
+    free_mib = shutil.disk_usage(folder).free / MIB
+    if free_mib < (keep + 2) * size_mib:
+        log.line(
+            f"WARNING: {free_mib:,.0f} MiB are free in {folder}, and {keep} checkpoints, the best and the next take "
+            f"{keep + 2} × {size_mib:,.0f}: older ones will be given up when the disk is full"
+        )
+
+
 def _sync_files(progress: RunProgress, trainer: Trainer, start: Start, folder: Path, log: Log) -> None:
-    """Bring what the checkpoint says about metrics.jsonl and best.pt in line with the files in the folder."""
+    """Reconcile what the checkpoint says about metrics.jsonl and best.pt with the files in the folder."""
     best = checkpoint.best_of(folder) if start.checkpoint is not None else None
     progress.best_val_loss = best[1] if best is not None and best[0] <= trainer.step else float("inf")
     if not start.resumes_in(folder):
@@ -264,21 +226,31 @@ def _announce(log: Log, setup: Setup, planned: Plan, start: Start) -> None:
         log.line(f"resumed from {start.checkpoint}")
     for change in start.changes:
         log.line(f"changed: {change}")
+    source = _source_of_weights(setup.loaded.config, start) if start.checkpoint is None else None
+    if source is not None and (note := weights.activation_note(source)):
+        log.line(note)
 
 
 def _warm_up(setup: Setup) -> None:
     """Do one step of a tiny model, so that what torch loads on first use does not count as the run's memory."""
+    config = setup.loaded.config
+    for module in _LOADED_LATER["fsdp"] if config.parallel == "fsdp" else ():
+        import_module(module)
+    for module in _LOADED_LATER["compile"] if config.compile else ():
+        import_module(module)
     if setup.device.type == "cpu":
-        shape = {"vocab_size": 64, "block_size": 64, "n_layer": 1, "n_head": 1, "n_embd": 64, "checkpoint_layers": 0}
-        config = msgspec.structs.replace(setup.loaded.config, **shape)
-        model = GPT(config)
-        optimizer = make_optimizer(model, config)
+        shape: dict[str, int | None] = {"vocab_size": 64, "block_size": 64, "n_layer": 1, "n_head": 1, "n_embd": 64}
+        shape |= {"checkpoint_layers": 0}
+        shape |= {"num_key_value_heads": None, "head_dim": None, "intermediate_size": None}
+        tiny = msgspec.structs.replace(config, **shape)
+        model = GPT(tiny)
+        optimizer = make_optimizer(model, tiny)
         tokens = torch.zeros(1, 64, dtype=torch.int64)
         head_loss(model.trunk(tokens), model.lm_head.weight, tokens, 64).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
-def _build(setup: Setup, data: Path, ranks: Ranks, start: Start, options: Options) -> Trainer:
+def build(setup: Setup, data: Path, ranks: Ranks, start: Start) -> Trainer:
     """Model, optimizer and data on the device. The same initial weights on every rank."""
     config = setup.loaded.config
     torch.manual_seed(config.seed)
@@ -286,25 +258,37 @@ def _build(setup: Setup, data: Path, ranks: Ranks, start: Start, options: Option
     try:
         model = GPT(config)
         if start.checkpoint is None:
-            _load_initial_weights(model, config, options)
+            _load_initial_weights(model, config, start)
+        elif "model" in start.content:  # else it is sharded, and each rank reads its part
+            load_weights(model, start.content["model"], str(start.checkpoint))
+            drop_pages(start.content["model"].values())
         torch.manual_seed(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
-        dtype = DTYPES[config.dtype or "float32"] if not config.autocast else torch.float32
-        model.to(device=setup.device, dtype=dtype)
-        return Trainer(config, model, make_optimizer(model, config), feed, ranks)
+        model.cast()
+        if config.parallel != "fsdp":  # FSDP moves its parts to the device block by block
+            model.to(device=setup.device)
+        sharing = share(model, config, ranks, setup.device)
+        return Trainer(config, sharing, make_optimizer(model, config, sharing.parameters), feed)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise TrainingError(f"weights, gradients and optimizer state alone do not fit: {error}") from None
 
 
-def _load_initial_weights(model: GPT, config: TrainConfig, options: Options) -> None:
-    if options.weights is not None:
-        named, where = weights.read_weights(Path(options.weights)), str(options.weights)
-    elif config.init_from.startswith("gpt2"):
-        named, where = weights.pretrained(config.init_from), config.init_from
-    else:
-        return
-    load_weights(model, weights.crop_positions(named, config.block_size), where)
+def _source_of_weights(config: TrainConfig, start: Start) -> str | None:
+    """The path, or OpenAI's name, of the weights that a new run begins with; None from scratch."""
+    if start.options.weights:
+        return start.options.weights
+    return config.init_from if config.init_from.startswith("gpt2") else None
+
+
+def _load_initial_weights(model: GPT, config: TrainConfig, start: Start) -> None:
+    source = _source_of_weights(config, start)
+    if source is not None:
+        named = weights.read_weights(Path(source)) if start.options.weights else hugging_face.pretrained(source)
+        load_weights(model, weights.crop_positions(named, config.block_size) | lora.adapters_of(model), source)
+    elif config.method == "lora":
+        what, allowed = "adapters are trained beside weights that are trained already", "--init_from=PATH"
+        raise InputError(Problem("method", what, found="init_from = 'scratch'", allowed=allowed))
 
 
 def _finish(result: Result, loop: TrainLoop, log: Log, evaluates_only: bool) -> Result:
@@ -325,12 +309,25 @@ def _finish(result: Result, loop: TrainLoop, log: Log, evaluates_only: bool) -> 
             log.line(f"WARNING: {error}")
     for line in lines(result, loop.trainer.device.type == "cpu"):
         log.line(line)
-    if loop.options.export and result.finished and not evaluates_only:
-        try:
-            weights.export_huggingface(loop.trainer.model.state_dict(), loop.trainer.config, folder / "huggingface")
-        except (InputError, OSError) as error:
-            raise TrainingError(
-                f"the run is finished, but its export failed: {error}; --resume --export tries again"
-            ) from None
-        log.line(f"weights for Hugging Face: {folder / 'huggingface'}")
     return result
+
+
+def _export(loop: TrainLoop, log: Log) -> None:
+    """Export the weights for Hugging Face, and for a sharded run also nanoGPT's checkpoint."""
+    with loop.trainer.averaged():
+        found = lora.merged(loop.trainer.sharing.weights(), lora.scale_of(loop.config))
+    folder = loop.folder
+    if folder is None:
+        return
+    try:
+        hugging_face.export_huggingface(found, loop.trainer.config, folder / "huggingface")
+        log.line(f"weights for Hugging Face: {folder / 'huggingface'}")
+        last = checkpoint.saved(folder)[-1]
+        if last.is_dir():
+            from oomph.training.ranks.parts import load_whole
+
+            checkpoint.save(load_whole(last, optimizer=True), folder / "nanogpt" / checkpoint.NANOGPT)
+            log.line(f"checkpoint in nanoGPT's format: {folder / 'nanogpt'}")
+    except (InputError, OSError, TrainingError) as error:
+        what = f"the run is finished, but its export failed: {error}; --resume --export tries again"
+        raise TrainingError(what) from None

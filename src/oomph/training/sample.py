@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from oomph.config import TrainConfig
+from oomph.config.shape import head_size, key_value_heads
 from oomph.data.manifest import MANIFEST, META_PICKLE, find_dataset
 from oomph.data.tokenizer import GPT2_VOCAB_SIZE, Gpt2Tokenizer, Tokenizer, tokenizer_of
 from oomph.errors import InputError, Problem
-from oomph.training import checkpoint
+from oomph.training import checkpoint, hugging_face, weights
 from oomph.training.folder import KEPT_TOKENIZER
 from oomph.training.model import GPT, KeyValues
-from oomph.training.state import saved_config
-from oomph.training.weights import load_weights
 
 GROUP = 64  # samples generated at a time
-GPT2_PADDED_VOCAB_SIZE = 50304  # as nanoGPT rounds GPT-2's up
+GPT2_PADDED_VOCAB_SIZE = 50304  # GPT-2's, rounded up by nanoGPT
 
 
 @dataclass(frozen=True)
@@ -44,30 +43,29 @@ class OpenedModel:
 
 
 def open_model(path: Path, device: torch.device | str = "cpu") -> OpenedModel:
-    """The model in a run's best or last checkpoint, or in the given checkpoint, oomph's or nanoGPT's."""
-    if path.is_dir():
-        named = [path / checkpoint.BEST] if (path / checkpoint.BEST).is_file() else checkpoint.saved(path)[-1:]
+    """The model in a run's best or last checkpoint, in the given checkpoint, or in a Hugging Face folder."""
+    if any((path / name).is_file() for name in (hugging_face.SINGLE, hugging_face.INDEX)):
+        config = hugging_face.huggingface_config(path)
+        model = GPT(config)
+        weights.load_weights(model, weights.read_weights(path), str(path))
+        return OpenedModel(model.to(device).eval(), config, path, None)
+    if path.is_dir() and not checkpoint.is_folder(path):
+        named = [path / checkpoint.BEST] if (path / checkpoint.BEST).exists() else checkpoint.saved(path)[-1:]
         if not named:
             raise InputError(Problem(str(path), "no checkpoint in this folder", allowed="a run's folder"))
         path = named[0]
-    content = checkpoint.load(path)
-    config = saved_config(content, str(path)).config
+    content = weights.read_checkpoint(path)
+    config = checkpoint.saved_config(content, str(path)).config
     model = GPT(config)
-    load_weights(model, content["model"], str(path))
+    weights.load_weights(model, content.get("ema") or content["model"], str(path))
     data = (content.get("oomph") or {}).get("data_folder")
     return OpenedModel(model.to(device).eval(), config, checkpoint.run_of(path), Path(data) if data else None)
-
-
-def load_model(path: Path, device: torch.device | str = "cpu") -> tuple[GPT, TrainConfig]:
-    """The model of a run or checkpoint, and its config."""
-    opened = open_model(path, device)
-    return opened.model, opened.config
 
 
 def tokenizer_of_run(
     run: Path, dataset: str, vocab_size: int, tokenizer_dir: Path | None = None, data_folder: Path | None = None
 ) -> Tokenizer:
-    """The tokenizer kept in a run's folder, else that of its data.
+    """The tokenizer kept in a run's folder, else the one of its data.
 
     If the data is gone too, GPT-2's, as in nanoGPT's sample.py, but only for a model with GPT-2's vocabulary size.
     """
@@ -96,7 +94,7 @@ class Context:
     """The tokens so far.
 
     Up to the block size, each new token costs one token's work. Beyond it the window slides, and since positions are
-    learned the whole window is computed again, as nanoGPT does from the start.
+    counted from its beginning the whole window is computed again, as nanoGPT does from the start.
     """
 
     def __init__(self, model: GPT, tokens: Tensor, use_cache: bool = True) -> None:
@@ -105,7 +103,7 @@ class Context:
 
     def _empty(self) -> list[KeyValues]:
         config = self.model.config
-        shape = self.tokens.size(0), config.n_head, config.block_size, config.n_embd // config.n_head
+        shape = self.tokens.size(0), key_value_heads(config), config.block_size, head_size(config)
         return [KeyValues(*shape, like=self.model.lm_head.weight) for _ in range(config.n_layer)]
 
     def logits(self) -> Tensor:
@@ -177,6 +175,27 @@ def _generate_group(
             break
         context.append(drawn)
     return made
+
+
+def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, count: int) -> str:
+    """A prompt and its continuation by at most `count` tokens, always with the same random seed."""
+    tokens = prompt_tokens(prompt, tokenizer, model.config.vocab_size)
+    (drawn,) = generate(model, tokens, count, Sampling(), stop=tokenizer.end_of_text)
+    return prompt + tokenizer.decode(drawn)
+
+
+def prompt_tokens(prompt: str, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """The prompt's tokens, at least one. Raises `InputError` if the model does not have them."""
+    tokens = [int(token) for token in tokenizer.encode([prompt])[0]]
+    if not tokens:
+        if tokenizer.end_of_text is None:
+            raise InputError(Problem("--prompt", "empty, and the vocabulary has no end-of-text to begin with"))
+        tokens = [tokenizer.end_of_text]
+    if max(tokens) >= vocab_size:
+        what = f"the tokenizer {tokenizer.name} makes tokens beyond the model's vocabulary"
+        found = f"token {max(tokens)}, vocab_size = {vocab_size}"
+        raise InputError(Problem("--prompt", what, found=found, allowed="--dataset NAME: the data it was trained on"))
+    return tokens
 
 
 def draw(logits: Tensor, sampling: Sampling, randomness: torch.Generator) -> Tensor:

@@ -1,33 +1,38 @@
 """How a run starts: from scratch, or from a checkpoint with the config and options it had.
 
 What happens on `--resume`, in order:
-1. `find_start` here: which checkpoint; its config with the user's changes over it (`resumed_config`); its options.
-2. `checkpoint.load`: the file's checksum and every entry are checked before anything is built.
-3. `run.train`: the device is chosen, the folder locked, and a checkpoint newer than the one found is taken instead.
-4. `state.unpack`: weights, optimizer, data position and random numbers go into the trainer; `run._sync_files` then
-   brings metrics.jsonl and best.pt in line with the checkpoint.
+1. `find_start` here: which checkpoint; its config, overridden by the user's changes (`resumed_config`); its options.
+2. `checkpoint.load`: the file's checksum and every entry are checked before anything is built; for a sharded
+   checkpoint `parts.read_rest`, and each rank then verifies and reads its parts.
+3. `run.train`: the device is chosen, the folder locked, a checkpoint newer than the one found is taken instead, and the
+   run is planned again. (A job that its launcher restarted gets here by itself: `jobs.taken_up`.)
+4. `run.build` loads the weights; `state.unpack` puts optimizer, data position and random numbers into the trainer;
+   `run._sync_files` reconciles metrics.jsonl and best.pt with the checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from oomph.config import KEYS, LoadedConfig, TrainConfig
+from oomph.config.shape import SHAPE
 from oomph.data.manifest import MANIFEST as DATA_MANIFEST
 from oomph.data.manifest import META_PICKLE, find_dataset
 from oomph.errors import InputError, Problem
 from oomph.training import checkpoint
 from oomph.training.folder import find_run
-from oomph.training.state import SHAPE, saved_config
+
+_ADAPTERS = ("method", "lora_rank", "lora_alpha", "lora_targets")
+KEPT = ", kept"  # for `parallel`: a sharded run may continue in a single process
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller asks for beyond the config. None: not set, so a resumed run keeps what it had."""
+    """The caller's options beyond the config. None: not set, so a resumed run keeps its own."""
 
     resume: bool | str | os.PathLike[str] = False  # True: the run in out_dir; or a run's folder or checkpoint
     force: bool = False  # train although the plan says that it does not fit
@@ -37,7 +42,9 @@ class Options:
     order: str | None = None
     weights: str | os.PathLike[str] | None = None  # initial weights: a checkpoint, or Hugging Face's safetensors
     tensorboard: bool | None = None
+    trackio: bool | None = None
     export: bool | None = None
+    again: bool = False  # a restarted job that had saved nothing
     quiet: bool = False
     measure: bool = True  # measure the CPU, so that the plan has a time
 
@@ -50,20 +57,21 @@ class SettledOptions:
     save_minutes: float = 15.0  # most minutes between two checkpoints
     order: str = "random"  # of the data: "random" windows as in nanoGPT, or shuffled "epochs"
     tensorboard: bool = False
+    trackio: bool = False
     export: bool = False  # write the weights for Hugging Face at the end
-    weights: str = ""  # where the initial ones came from
+    weights: str = ""  # source of the initial weights
 
     def to_repeat(self) -> dict[str, str]:
         """The options, by name, that change the numbers and so are needed to repeat the run."""
         return {name: getattr(self, name) for name in ("order", "weights") if getattr(self, name) not in ("random", "")}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values for a checkpoint."""
+        """The options as plain values for a checkpoint."""
         return asdict(self)
 
 
 def settle_options(options: Options, saved: Mapping[str, Any], resuming: bool = False) -> SettledOptions:
-    """What is asked for now, else what the checkpoint has, else the defaults. Raises `InputError` if invalid."""
+    """The options set now, else the checkpoint's, else the defaults. Raises `InputError` if invalid."""
     chosen: dict[str, Any] = {}
     for option in fields(SettledOptions):
         said, before = getattr(options, option.name), saved.get(option.name)
@@ -124,19 +132,28 @@ class Start:
 
 
 def find_start(loaded: LoadedConfig, options: Options) -> Start:
-    """What to start from, by the options and the config."""
+    """What to start from, according to the options and the config."""
     resume = options.resume or loaded.config.init_from == "resume"
     if not resume:
+        options = replace(options, weights=options.weights or loaded.weights)
         return Start(loaded, settle_options(options, {}))
     settle_options(options, {}, resuming=True)  # refuse invalid values before reading a large file
     asked = Path(loaded.config.out_dir if resume is True else resume)
     path = find_run(asked)
-    content = checkpoint.load(path)
+    content = _read(path)
     merged, changes = resumed_config(path, content, loaded)
     ours = content.get("oomph", {})
     saved = {"order": ours.get("data", {}).get("order"), **ours.get("options", {})}
     chosen = settle_options(options, saved, resuming=True)
-    return Start(merged, chosen, path, content, tuple(changes), newest=not asked.is_file())
+    return Start(merged, chosen, path, content, tuple(changes), newest=path != asked)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        return checkpoint.load(path)
+    from oomph.training.ranks import parts  # imports a second's worth of torch
+
+    return parts.read_rest(path)
 
 
 def newest_of(start: Start) -> Path | None:
@@ -145,12 +162,14 @@ def newest_of(start: Start) -> Path | None:
 
 
 def resumed_config(path: Path, content: dict[str, Any], now: LoadedConfig) -> tuple[LoadedConfig, list[str]]:
-    """The checkpoint's config with the user's settings over it, and a line for each changed key.
+    """The checkpoint's config, overridden by the user's settings, and a line for each changed key.
 
     Refuses a changed shape, optimizer or seed, which the weights, the optimizer's state and the data order depend on.
     """
-    before = saved_config(content, str(path))
-    decided = set(content.get("oomph", {}).get("decided", ()))
+    before = checkpoint.saved_config(content, str(path))
+    decided = set(content.get("oomph", {}).get("decided", ())) | _decided_elsewhere(content, before, now)
+    if not _set_by_user(now, "eval_iters") or now.config.eval_iters == before.config.eval_iters:
+        decided.discard("eval_tokens")  # so that its evaluations are comparable, whatever the batch
     defaults = TrainConfig()
     values, sources = {}, {}
     changes: list[str] = []
@@ -165,13 +184,23 @@ def resumed_config(path: Path, content: dict[str, Any], now: LoadedConfig) -> tu
         elif key in decided:
             values[key], sources[key] = getattr(defaults, key) if key not in SHAPE else old, "default"
         else:
-            values[key], sources[key] = old, before.sources[key]
+            values[key], sources[key] = old, before.sources[key] + (KEPT if key == "parallel" else "")
     if problems:
         raise InputError(problems)
     if not now.said("out_dir") and _in_a_run(path):
         values["out_dir"], sources["out_dir"] = str(checkpoint.run_of(path)), str(path)
     values["init_from"] = "scratch" if before.config.init_from == "resume" else before.config.init_from
     return LoadedConfig(TrainConfig(**values), sources, now.notes, now.files), changes
+
+
+def _decided_elsewhere(content: dict[str, Any], before: LoadedConfig, now: LoadedConfig) -> set[str]:
+    """Keys that nanoGPT records but that say nothing about this device: it writes dtype = float16 on a CPU and computes
+    in float32."""
+    if content.get("oomph"):
+        return set()
+    kind = (now if now.said("device") else before).config.device.partition(":")[0]
+    same = kind == before.config.device.partition(":")[0] and kind != "cpu"
+    return set() if same else {"dtype"}
 
 
 def _set_by_user(now: LoadedConfig, key: str) -> bool:
@@ -185,7 +214,7 @@ def _set_by_user(now: LoadedConfig, key: str) -> bool:
 
 
 def _cannot_change(key: str, old: object, new: object, where: str, content: dict[str, Any]) -> list[Problem]:
-    if key in SHAPE:
+    if key in (*SHAPE, *_ADAPTERS):
         what = f"{key} cannot change: the checkpoint's weights have {key} = {old}"
     elif key == "optimizer" and content.get("optimizer"):
         what = f"{key} cannot change: the checkpoint holds the state of {key} = {old}"
@@ -193,7 +222,7 @@ def _cannot_change(key: str, old: object, new: object, where: str, content: dict
         what = f"{key} cannot change: so far the data was read in the order of {key} = {old}"
     else:
         return []
-    allowed = str(old) if key in SHAPE else f"{old}, or --weights instead of --resume"
+    allowed = str(old) if key in (*SHAPE, *_ADAPTERS) else f"{old}, or --weights instead of --resume"
     return [Problem(where, what, found=str(new), allowed=allowed)]
 
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from oomph.config import TrainConfig
-from oomph.training.distributed import Ranks
-from oomph.training.errors import TrainingError, is_out_of_memory
-from oomph.training.feed import Feed, evaluation_reader, read
-from oomph.training.loss import head_loss
-from oomph.training.model import GPT
+from oomph.data.reader import Batches
+from oomph.errors import InputError
+from oomph.training.errors import LostRankError, OtherRankError, TrainingError, is_out_of_memory
+from oomph.training.feed import Batch, Feed, evaluation_reader, read
+from oomph.training.model import DTYPES, GPT
 from oomph.training.optimizer import AnyOptimizer, clip_and_step, learning_rate, set_learning_rate
+from oomph.training.ranks.group import OutOfMemoryElsewhereError
+from oomph.training.ranks.sharing import AnySharing
 
 MOST_SKIPPED = 20  # float16 steps in a row: by then the scale has fallen to a millionth, so overflow is not the cause
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,24 @@ class SmallerBatch:
     step: int
     during: str  # "training" or "evaluation"
     batch_size: int
-    micro_steps: int  # of one rank
+    micro_steps: int  # per rank
     reason: str
 
 
-class NotFiniteError(TrainingError):
-    """A loss, gradient or weight is NaN or infinite."""
+class BrokenStepError(TrainingError):
+    """A step after which the run cannot go on, and which no checkpoint may hold."""
+
+    event = "out of memory"  # its name in metrics.jsonl
 
     def __init__(self, step: int, what: str) -> None:
         self.step = step
         super().__init__(f"step {step}: {what}")
+
+
+class NotFiniteError(BrokenStepError):
+    """A loss, gradient or weight is NaN or infinite."""
+
+    event = "not finite"
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
@@ -66,58 +74,75 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        model: GPT,
+        sharing: AnySharing,
         optimizer: AnyOptimizer,
         feed: Feed,
-        ranks: Ranks,
         on_shrink: Callable[[SmallerBatch], None] | None = None,
     ) -> None:
-        self.config, self.model, self.optimizer, self.feed, self.ranks = config, model, optimizer, feed, ranks
-        self.device = feed.device
+        self.config, self.sharing, self.optimizer, self.feed = config, sharing, optimizer, feed
+        self.ranks, self.device = sharing.ranks, feed.device
         self.step = 0
+        self._random: dict[str, Tensor] | None = None  # before the step, if another rank may be lost during it
+        self.alike = 0  # steps in a row with the same sizes
         self.skipped = 0  # steps in a row that float16's scaler skipped
         self.batch_size = config.batch_size
-        self.micro_steps = config.gradient_accumulation_steps // ranks.size
+        self.micro_steps = config.gradient_accumulation_steps // self.ranks.size
         half = config.autocast and config.dtype != "float32"
-        self.half = DTYPES[config.dtype or "float32"] if half else None
+        self.half = DTYPES[config.dtype or "float32"] if half else None  # FSDP gathers weights in this dtype
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.half is torch.float16)
         if config.compile:
             torch.compiler.reset()  # else the sizes of an earlier run in this process make this one's dynamic
-        # A chunked loss is called after the compiled model; an unchunked one is compiled together with it.
-        whole = config.compile and not config.loss_chunk
-        self._trunk: Callable[[Tensor], Tensor]
-        self._trunk = torch.compile(model.trunk) if config.compile and not whole else model.trunk
-        self._loss: Callable[[Tensor, Tensor], Tensor]
-        self._loss = torch.compile(self._eager_loss) if whole else self._eager_loss
-        self.parameters = list(model.parameters())
+        self._use(sharing.model)
+        self.parameters = sharing.parameters
+        self.average = [p.detach().clone() for p in self.parameters] if config.ema else []
         self.on_shrink = on_shrink
         self.stop_asked: Callable[[], bool] = lambda: False  # checked between micro-steps
+        self.rate_at: Callable[[int], float] = lambda step: learning_rate(step, config)
+
+    def _use(self, model: GPT) -> None:
+        """Train this model. A chunked loss is called after the compiled trunk; an unchunked one is compiled with it."""
+        self.model = model
+        self._loss: Callable[[Tensor, Tensor], Tensor] = model
+        if self.config.compile and not self.sharing.in_lockstep:  # FSDP's blocks are compiled one by one
+            if self.config.loss_chunk:
+                model.trunk = torch.compile(model.trunk)  # type: ignore[method-assign]
+            else:
+                self._loss = torch.compile(model.forward)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.half is None else torch.autocast(self.device.type, dtype=self.half)
+        if self.half is None or self.sharing.in_lockstep:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.half)
 
     def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
         """The mean loss of one batch."""
         with self._autocast():
             return self._loss(x, y)
 
-    def _eager_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        chunk = self.config.loss_chunk or 0
-        return head_loss(self._trunk(x), self.model.lm_head.weight, y, chunk, self.config.compile)
-
     def train_step(self) -> StepResult:
         """One optimizer step over the next windows.
 
-        Raises `NotFiniteError` before any weight changes, and `Interrupted` if it is to stop half-way.
+        Raises `NotFiniteError` before any weight changes, and `Interrupted` if asked to stop half-way.
         """
-        rate = learning_rate(self.step, self.config)
+        # The first steps may compile, on one rank longer than on another; from then on they keep pace.
+        self.ranks.keep_pace(self.alike > 1 or not self.config.compile)
+        try:
+            return self._train_step()
+        except LostRankError:
+            if self._random is not None:
+                self._undo(self._random)  # no weight has changed yet: the first rank can save the state before the step
+            raise
+        finally:
+            self.ranks.keep_pace(False)
+
+    def _train_step(self) -> StepResult:
+        rate = self.rate_at(self.step)
         set_learning_rate(self.optimizer, rate)
         loss = self._retry_smaller("training", self._accumulate)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        self.ranks.sum([*gradients, loss])
+        gradients = self.sharing.reduced(loss)
         if self.scaler.is_enabled():
             self.scaler.unscale_(cast(torch.optim.Optimizer, self.optimizer))  # it only reads the groups
-        norm = get_total_norm(gradients)
+        norm = self.sharing.norm(gradients)
         loss_value, norm_value = torch.stack([loss, norm.float()]).tolist()  # the step's only wait for the device
         overflowed = self.scaler.is_enabled() and math.isfinite(loss_value) and not math.isfinite(norm_value)
         if not overflowed:
@@ -125,20 +150,60 @@ class Trainer:
                 bad_loss = not math.isfinite(loss_value)
                 what = f"the loss is {loss_value}" if bad_loss else f"the gradient norm is {norm_value}"
                 raise NotFiniteError(self.step, f"{what}; stopped before the optimizer step")
-            limit = self.config.grad_clip
-            clip_and_step(self.optimizer, gradients, norm, 0 < limit < norm_value, limit)
+            self._optimizer_step(gradients, norm, norm_value)
+            self._follow()
         self._count_skipped(overflowed, norm_value)
         if self.scaler.is_enabled():
-            self.scaler.update()  # lower after an overflow, higher after many steps without one
+            self._update_scale(overflowed)
         del gradients
         self.optimizer.zero_grad()
         result = StepResult(self.step, loss_value, norm_value, rate, overflowed)
         self.feed.advance()
+        self.alike += 1
         self.step += 1
         return result
 
+    def _update_scale(self, overflowed: bool) -> None:
+        """Lower the loss scale after an overflow, raise it after many steps without one.
+
+        The norm says on all ranks whether a step overflowed; a scaler sees only its own rank's parts of the gradients.
+        """
+        for found in self.scaler._found_inf_per_device(cast(torch.optim.Optimizer, self.optimizer)).values():
+            found.fill_(float(overflowed))
+        self.scaler.update()
+
+    def _optimizer_step(self, gradients: list[Tensor], norm: Tensor, norm_value: float) -> None:
+        """Clip and update. Only the fused AdamW allocates nothing; the others may run out of memory half-way."""
+        limit = self.config.grad_clip
+        try:
+            clip_and_step(self.optimizer, gradients, norm, 0 < limit < norm_value, limit)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            what = "out of memory in the optimizer's step, which leaves the weights half updated"
+            raise BrokenStepError(self.step, f"{what}; --optimizer=adamw --optimizer_loop=fused needs none") from None
+
+    def _follow(self) -> None:
+        """Move the average towards the new weights; at first quickly, since it began with untrained ones."""
+        if self.average:
+            decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
+            torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights, if there are any. Swapped, not copied."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        if self.average:
+            self.sharing.swap(self.average)
+
     def _count_skipped(self, overflowed: bool, norm: float) -> None:
-        """A too large scale is lowered within a few steps; if no scale helps, the run stops."""
+        """Count skipped steps: too large a scale is lowered within a few steps; if no scale helps, the run stops."""
         self.skipped = self.skipped + 1 if overflowed else 0
         if self.skipped >= MOST_SKIPPED:
             what = f"the gradient norm was not finite in {MOST_SKIPPED} steps in a row (now {norm})"
@@ -149,8 +214,10 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         share = 1 / (self.micro_steps * self.ranks.size)
         for index in range(self.micro_steps):
-            self._stop_if_asked()
-            loss = self.loss_of(*self.feed.batch(index, self.batch_size)) * share
+            batch = self._agreed(lambda index=index: self.feed.batch(index, self.batch_size))  # type: ignore[misc]
+            self.sharing.begin(last=index == self.micro_steps - 1)
+            loss = self.loss_of(*batch) * share
+            del batch
             self.feed.look_ahead(index + 1, self.batch_size)
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -158,65 +225,116 @@ class Trainer:
 
     def evaluate(self, folder: Path, split: str) -> float:
         """The mean loss over a split's evaluation windows, always the same; every rank reads its share."""
-        total = self._retry_smaller("evaluation", lambda: self._evaluate(folder, split))
-        self.ranks.sum([total])
-        return total.item() / (self.config.eval_iters * self.config.batch_size)
-
-    def _evaluate(self, folder: Path, split: str) -> Tensor:
-        """The sum of losses over this rank's windows. Without collectives: memory may run out on one rank only."""
         reader = evaluation_reader(folder, split, self.config)
-        windows = self.config.eval_iters * self.config.batch_size
-        first, last = (windows * rank // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
+        with self.averaged():
+            total = self._retry_smaller("evaluation", lambda: self._evaluate(reader))
+        self.ranks.sum([total])
+        return total.item() / reader.even
+
+    def _evaluate(self, reader: Batches) -> Tensor:
+        """The sum of losses over this rank's windows."""
+        windows, size = reader.even, self.ranks.size
+        first, last = (windows * rank // size for rank in (self.ranks.rank, self.ranks.rank + 1))
+        most = -(-windows // size) if self.sharing.in_lockstep else last - first
         total = torch.zeros((), device=self.device)
         self.model.eval()
         try:
             with torch.no_grad():
-                for at in range(first, last, self.batch_size):
-                    self._stop_if_asked()
-                    rows = min(self.batch_size, last - at)
-                    total += self.loss_of(*read(reader, at, rows, self.device)) * rows
+                for done in range(0, most, self.batch_size):
+                    # If all ranks go in lockstep, one that has read all its windows repeats one, and does not count it.
+                    at, rows = first + done, min(self.batch_size, last - first - done)
+                    place = (at, rows) if rows > 0 else (max(0, first - 1), 1)
+                    batch = self._agreed(lambda place=place: self._window(reader, *place))  # type: ignore[misc]
+                    total += self.loss_of(*batch) * max(0, rows)
+                    del batch
         finally:
             self.model.train()
+            self.sharing.forget()
         return total
+
+    def _window(self, reader: Batches, at: int, rows: int) -> Batch:
+        return read(reader, at, rows, self.device, self.config.vocab_size)
+
+    def _agreed(self, read_batch: Callable[[], Batch]) -> Batch:
+        """The next batch. Raises `Interrupted` if a stop is requested.
+
+        If a micro-step has collectives, all ranks stop when one of them must.
+        """
+        if not self.sharing.in_lockstep:
+            self._stop_if_asked()
+            return read_batch()
+        unreadable: InputError | None = None
+        batch: Batch | None = None
+        try:
+            batch = read_batch()
+        except InputError as error:
+            unreadable = error
+        stopping, unread = self.ranks.any([self.stop_asked(), unreadable is not None], self.device)
+        if batch is None or unread:
+            raise unreadable or OtherRankError("another rank cannot read its data")
+        if stopping:
+            raise Interrupted
+        return batch
 
     def _stop_if_asked(self) -> None:
         if self.stop_asked():
             raise Interrupted
 
     def weights_are_finite(self) -> bool:
-        """Whether every weight is finite."""
+        """Whether every weight is finite, on all ranks."""
         with torch.no_grad():
-            return bool(torch.stack([parameter.isfinite().all() for parameter in self.parameters]).all())
+            finite = bool(torch.stack([parameter.isfinite().all() for parameter in self.parameters]).all())
+        return not self.ranks.any([not finite], self.device)[0]
 
     def _retry_smaller(self, during: str, work: Callable[[], Tensor]) -> Tensor:
         """Do the work. If memory runs out on any rank, undo it on all, halve the micro-batch and do it again."""
         while True:
             random = random_state(self.device)
+            self._random = random if self.ranks.size > 1 else None
             failure: str | None = None
+            unreadable: InputError | None = None
             result: Tensor | None = None
             stopped = False
             try:
-                result = work()
+                result = self.ranks.in_lockstep(work) if self.sharing.in_lockstep else work()
             except Interrupted:
                 stopped = True
+            except InputError as error:  # from reading the data
+                unreadable = error
+            except OutOfMemoryElsewhereError:
+                failure = "on another rank"
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = str(error).splitlines()[0][:200]
             # Only now are the error and its frames gone, so that their tensors can be freed.
-            failed, stopping = self.ranks.any([failure is not None, stopped], self.device)
-            if not failed and not stopping and result is not None:
+            if failure is not None and self.sharing.in_lockstep:
+                self._meet_again()
+            flags = [failure is not None, stopped, unreadable is not None]
+            failed, stopping, unread = self.ranks.any(flags, self.device, in_step=during == "training")
+            if not any((failed, stopping, unread)) and result is not None:
                 return result
             self._undo(random)
+            if unread:
+                raise unreadable or OtherRankError("another rank cannot read its data")
             if stopping:
                 raise Interrupted
             self._shrink(during, failure or "on another rank")
 
+    def _meet_again(self) -> None:
+        """Make new groups and a new model with the same weights, after memory ran out in the middle of collectives."""
+        gc.collect()
+        self.ranks.meet_again()
+        self.ranks.keep_pace(not self.config.compile)
+        self._use(self.sharing.renew())
+        self.model.train()
+
     def _undo(self, random: dict[str, Tensor]) -> None:
         """Restore the state before the work, and free all memory."""
         self.optimizer.zero_grad()
+        self.sharing.forget()
         self.feed.forget()
-        restore_random_state(random)
+        restore_random_state(random, self.device)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -228,6 +346,7 @@ class Trainer:
                 f"Try a smaller block_size, checkpoint_layers={self.config.n_layer} or a smaller model."
             )
         by = next(n for n in range(2, self.batch_size + 1) if self.batch_size % n == 0)
+        self.alike = 0
         self.batch_size //= by
         self.micro_steps *= by
         if self.on_shrink is not None:
@@ -242,8 +361,8 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def restore_random_state(state: dict[str, Tensor], device: torch.device | None = None) -> None:
-    """Restore the state of torch's random number generators."""
+def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restore the state of torch's random number generators: the host's, and the device's if it is a GPU."""
     torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device or torch.device("cuda"))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)

@@ -1,111 +1,68 @@
-"""Weights from and to other places: nanoGPT's checkpoints, and Hugging Face's GPT-2 in safetensors files.
-
-Hugging Face stores four matrices of a block transposed (its Conv1D) and ties the head.
-"""
+"""Loading weights into a model: from checkpoints of oomph or nanoGPT, or Hugging Face folders."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
-from importlib import import_module
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oomph.config import TrainConfig
-from oomph.data.errors import require
+from oomph.config.init_from import settings_in
 from oomph.errors import InputError, Problem
-from oomph.files import write_whole
 from oomph.training import checkpoint
+from oomph.training.hugging_face import INDEX, MASKS, SINGLE, from_gpt2, read_folder, read_safetensors
+from oomph.training.lora import is_adapter, merged, scale_of
 
 _PREFIX = "_orig_mod."  # torch.compile's, which nanoGPT's checkpoints may have
-MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks that older versions save with the weights
 _LAYER = re.compile(r"\.h\.(\d+)\.")
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 _MOST_SHAPES = 10
-_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file."""
-    library = require("safetensors.torch", str(path))
-    try:
-        tensors: dict[str, Tensor] = library.load_file(path)
-    except OSError as error:
-        raise InputError(Problem(str(path), "cannot be read", found=error.strerror or str(error)[:120])) from None
-    except Exception as error:  # the package's own class, known only if it is installed
-        raise InputError(Problem(str(path), "not a valid safetensors file", found=str(error)[:120])) from None
-    return tensors
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint's content; for a sharded one, the weights and their average are put together."""
+    if not path.is_dir():
+        return checkpoint.load(path)
+    from oomph.training.ranks import parts  # imports a second's worth of torch
 
-
-def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a file that Hugging Face's libraries read."""
-    library = require("safetensors.torch", str(path))
-    write_whole(path, library.save(dict(tensors), metadata={"format": "pt"}))
-
-
-def from_huggingface(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's GPT-2 weights with nanoGPT's names."""
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(MASKS):
-            continue
-        full = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-        named[full] = tensor.t().contiguous() if full.endswith(_TRANSPOSED) else tensor
-    if "transformer.wte.weight" in named:
-        named.setdefault("lm_head.weight", named["transformer.wte.weight"])
-    return named
-
-
-def to_huggingface(weights: Mapping[str, Tensor], config: TrainConfig) -> dict[str, Tensor]:
-    """nanoGPT's weights with Hugging Face's names. Its GPT-2 always has biases: missing ones become zeros."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        if name == "lm_head.weight" and config.tie_weights:
-            continue
-        tensors[name] = tensor.t().contiguous() if name.endswith(_TRANSPOSED) else tensor
-        bias = name.removesuffix("weight") + "bias"
-        has_bias = name.endswith("weight") and not any(part in name for part in (".wte.", ".wpe.", "lm_head"))
-        if has_bias and bias not in weights:
-            tensors[bias] = torch.zeros(tensor.shape[0], dtype=tensor.dtype)
-    return tensors
-
-
-def export_huggingface(weights: Mapping[str, Tensor], config: TrainConfig, folder: Path) -> None:
-    """Write a folder that `GPT2LMHeadModel.from_pretrained` opens."""
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu",  # the exact one, as in nanoGPT
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_positions": config.block_size,
-        "vocab_size": config.vocab_size,
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": config.tie_weights,
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 50256 if config.vocab_size > 50256 else None),
-        **{f"{part}_pdrop": config.dropout for part in ("attn", "embd", "resid")},
-    }
-    write_safetensors(to_huggingface(weights, config), folder / "model.safetensors")
-    write_whole(folder / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
+    return parts.load_whole(path)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Weights with nanoGPT's names from a checkpoint, a safetensors file, or a folder with one."""
-    if path.is_dir():
-        names = ("model.safetensors", checkpoint.BEST, checkpoint.NANOGPT)
-        found = [path / name for name in names if (path / name).is_file()] or checkpoint.saved(path)[-1:]
+    if path.is_dir() and not checkpoint.is_folder(path):
+        if any((path / name).is_file() for name in (SINGLE, INDEX)):
+            return read_folder(path)
+        names = (SINGLE, checkpoint.BEST, checkpoint.NANOGPT)
+        found = [path / name for name in names if (path / name).exists()] or checkpoint.saved(path)[-1:]
         if not found:
             raise InputError(Problem(str(path), "no weights in this folder", allowed=" or ".join(names)))
         path = found[0]
     if path.suffix == ".safetensors":
-        return from_huggingface(read_safetensors(path))
-    return plain_names(checkpoint.load(path)["model"])
+        return read_folder(path.parent) if path.name == SINGLE else from_gpt2(read_safetensors(path))
+    content = read_checkpoint(path)
+    named = plain_names(content["model"])
+    if not any(map(is_adapter, named)):
+        return named
+    return merged(named, scale_of(checkpoint.saved_config(content, str(path)).config))
+
+
+def activation_note(source: str) -> str | None:
+    """A note on weights that were trained with another activation; None if it is the same or unknown.
+
+    `source` is a path, or OpenAI's name of a model.
+    """
+    path = Path(source)
+    settings = settings_in(path if path.is_dir() else path.parent)
+    activation = "gelu_new" if source.startswith("gpt2") and not path.exists() else None
+    if settings is not None and settings.get("model_type", "gpt2") == "gpt2":
+        activation = str(settings.get("activation_function", "gelu_new"))[:60]  # transformers' default for GPT-2
+    if activation in (None, "gelu"):
+        return None
+    return f"NOTE: {source} was trained with {activation}; here it runs with the exact GELU, as in nanoGPT"
 
 
 def crop_positions(weights: dict[str, Tensor], block_size: int) -> dict[str, Tensor]:
@@ -114,28 +71,6 @@ def crop_positions(weights: dict[str, Tensor], block_size: int) -> dict[str, Ten
     if name in weights and weights[name].shape[0] > block_size:
         return weights | {name: weights[name][:block_size].clone()}
     return weights
-
-
-def pretrained(name: str) -> dict[str, Tensor]:
-    """OpenAI's weights (`init_from = 'gpt2'`), through Hugging Face's transformers and its cache."""
-    try:
-        gpt2 = import_module("transformers").GPT2LMHeadModel
-    except ImportError:
-        raise InputError(
-            Problem(
-                f"init_from = {name!r}",
-                "needs transformers; try: pip install 'oomph[hf]'",
-                allowed="--weights FOLDER with Hugging Face's model.safetensors",
-            )
-        ) from None
-    try:
-        model = gpt2.from_pretrained(name)
-    except OSError as error:
-        reason = str(error).splitlines()[0][:160]
-        raise InputError(
-            Problem(f"init_from = {name!r}", "the weights cannot be loaded", reason, "--weights FOLDER")
-        ) from None
-    return from_huggingface(model.state_dict())
 
 
 def plain_names(weights: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +111,7 @@ def _missing_or_unexpected(named: dict[str, Any], wanted: dict[str, Tensor], whe
 
 
 def _is_zero_bias(name: str, value: Tensor) -> bool:
-    """A bias of zeros can be dropped: Hugging Face's format always has one."""
+    """Whether it is a bias of zeros, which can be dropped: Hugging Face's format always has one."""
     return name.endswith(".bias") and not value.any()
 
 

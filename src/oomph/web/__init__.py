@@ -1,1 +1,1 @@
-"""The local page and its API: `oomph serve`."""
+"""`oomph serve`: the local page and its API."""

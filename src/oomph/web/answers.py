@@ -1,4 +1,4 @@
-"""What the page is told: a question's bytes in, a status and an answer's bytes out. Computed in worker processes."""
+"""Answers to the page's questions: JSON bytes in, a status and JSON bytes out. Computed in worker processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import msgspec
 
 from oomph import config as configs
 from oomph import devices
-from oomph.config import KEYS, Override, describe_keys, hugging_face
-from oomph.config.load import preset
+from oomph.config import KEYS, Override, Pasted, describe_keys
+from oomph.config.defaults import preset
+from oomph.config.reading import hugging_face
 from oomph.devices import Device
 from oomph.errors import InputError, Problem
-from oomph.planning.plan import OTHER_TRAINER, Plan, plan, without_returned_logits
+from oomph.planning.plan import Plan, other_trainer, plan, without_returned_logits
 from oomph.report.plan import Summary, document, joined, summarise
 from oomph.step.build import keys_read
 from oomph.web.questions import (
@@ -28,11 +30,11 @@ from oomph.web.questions import (
     ConfigQuestion,
     ExplainQuestion,
     FitQuestion,
+    MomentQuestion,
     PlanQuestion,
     as_overrides,
     as_problem,
     own_device,
-    pasted,
     preset_names,
 )
 from oomph.web.runs import NoSuchRunError, RunsFolder
@@ -40,8 +42,8 @@ from oomph.web.runs import NoSuchRunError, RunsFolder
 FORMATS = (".py", ".toml")
 OK, BAD_REQUEST, NOT_FOUND, FAILED = 200, 400, 404, 500
 WORTH_PACKING_BYTES = 4096
-PARTS = ("plan, asked", "plan, other")  # of a plan's answer, one a trainer: joined before they are compressed
-# What every run has around its steps: these keys matter under every program.
+PARTS = ("plan, asked", "plan, other")  # the parts of a plan's answer, one per trainer; joined before compression
+# Keys that matter under every program: they concern the run around its steps.
 OF_EVERY_RUN = ("max_iters", "dataset_tokens", "device", "torch_version", "expandable_segments", "seed")
 
 
@@ -78,11 +80,18 @@ class MarkdownReport(msgspec.Struct, frozen=True):
     markdown: str
 
 
-class ConfigFile(msgspec.Struct, frozen=True):
-    """A config as a file."""
+class TextFile(msgspec.Struct, frozen=True):
+    """A file of text: a config, a picture."""
 
     name: str
     text: str
+
+
+class BinaryFile(msgspec.Struct, frozen=True):
+    """A file that is not text."""
+
+    name: str
+    content: bytes  # base64 in JSON
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -90,22 +99,22 @@ class Answer(msgspec.Struct, frozen=True):
 
     status: int
     body: bytes
-    packed: bool = False  # with gzip
+    packed: bool = False  # gzipped
 
     def plain(self) -> bytes:
-        """The JSON itself."""
+        """The JSON, uncompressed."""
         return gzip.decompress(self.body) if self.packed else self.body
 
 
 def pack(status: int, body: bytes) -> Answer:
-    """The answer, compressed if it is long enough to be worth it."""
+    """The answer, gzipped if it is long enough to be worth it."""
     if len(body) < WORTH_PACKING_BYTES:
         return Answer(status, body)
     return Answer(status, gzip.compress(body, compresslevel=1, mtime=0), packed=True)
 
 
 def answer(verb: str, body: bytes, runs_folder: str) -> Answer:
-    """The answer to one question. Never raises: a fault of ours is an answer too, with a traceback on stderr."""
+    """The answer to one question. Never raises: a bug gives status 500, with its traceback on stderr."""
     try:
         found = msgspec.json.encode(VERBS[verb](body, Path(runs_folder)))
         return Answer(OK, found) if verb in PARTS else pack(OK, found)
@@ -124,19 +133,20 @@ def answer(verb: str, body: bytes, runs_folder: str) -> Answer:
 
 
 def problems_json(problems: Any) -> bytes:
-    """Problems as every error of the API carries them. What is not said is absent."""
-    told = [vars(problem) | {"where": problem.where.removeprefix("--")} for problem in problems]
+    """Problems in the form of all the API's errors, without fields that are None."""
+    told = [problem._asdict() | {"where": problem.where.removeprefix("--")} for problem in problems]
     stated = [{name: value for name, value in each.items() if value is not None} for each in told]
     return msgspec.json.encode({"problems": stated})
 
 
 def _plan(question: PlanQuestion, of_other: bool = False) -> Plan | None:
-    """The plan asked for, or that of the other trainer; None where there is no other."""
+    """The requested plan, or the other trainer's; None if there is no other trainer to compare with."""
     loaded, device = question.run()
     if of_other:
-        if loaded.config.trainer not in OTHER_TRAINER:
+        other = other_trainer(loaded.config)
+        if other is None:
             return None
-        loaded = configs.with_trainer(loaded, OTHER_TRAINER[loaded.config.trainer])
+        loaded = configs.with_trainer(loaded, other)
     return plan(
         loaded,
         device,
@@ -150,7 +160,7 @@ def _plan(question: PlanQuestion, of_other: bool = False) -> Plan | None:
 
 
 def answer_part(body: bytes, of_other: bool) -> Any:
-    """One of the two plans that `/api/plan` answers with: the trainer's asked for, or the other's where it has one."""
+    """One of the two plans in an answer of `/api/plan`: the requested trainer's, or the other's if there is one."""
     from oomph.web.timeline import timeline_of
 
     question = msgspec.json.decode(body, type=PlanQuestion)
@@ -167,7 +177,7 @@ def answer_part(body: bytes, of_other: bool) -> Any:
 
 
 def join_plans(asked: Answer, other: Answer) -> Answer:
-    """What `/api/plan` answers, from the two parts; the first problem if one has any."""
+    """The answer of `/api/plan` from its two parts; the first error if one of them failed."""
     if failed := next((part for part in (asked, other) if part.status != OK), None):
         return failed
     mine = msgspec.json.decode(asked.body, type=PlanPart)
@@ -182,26 +192,61 @@ def join_plans(asked: Answer, other: Answer) -> Answer:
 
 
 def _keys_of(found: Plan) -> list[str]:
-    """The keys that matter under the plan's program: those that its steps read, and under nanoGPT and oomph train every
-    key of nanoGPT's."""
+    """The keys that matter to the plan's program: those its steps read; for nanoGPT and oomph train, all of
+    nanoGPT's."""
     config = found.config
     read = {*OF_EVERY_RUN, *keys_read(config, found.device.kind != "cpu")}
-    if "eval_iters" in read:  # it evaluates
+    if "eval_iters" in read:  # the program evaluates
         read.add("eval_interval")
-    if config.trainer == "nanochat":  # its own script checkpoints nothing
+    if config.trainer == "nanochat":  # its script has no activation checkpointing
         read.discard("checkpoint_layers")
-    if config.trainer in OTHER_TRAINER:
+    if other_trainer(config) is not None:
         read.update(key.name for key in describe_keys() if key.whose == "nanogpt")
     return [key for key in KEYS if key in read]
 
 
 def answer_report(body: bytes, _: Path) -> Any:
-    """The report as Markdown, to be pasted elsewhere."""
+    """The report as Markdown, to paste elsewhere."""
     from oomph.report.markdown import to_markdown
 
     question = msgspec.json.decode(body, type=PlanQuestion)
     plans = [found for of_other in (False, True) if (found := _plan(question, of_other))]
     return MarkdownReport(to_markdown(document(plans, summarise(plans, without_returned_logits(plans[0])))))
+
+
+def answer_picture(body: bytes, _: Path) -> Any:
+    """`plan --svg`: both programs' memory as an SVG."""
+    from oomph.report.plan import picture
+    from oomph.report.svg import to_svg
+
+    question = msgspec.json.decode(body, type=PlanQuestion)
+    plans = [found for of_other in (False, True) if (found := _plan(question, of_other))]
+    return TextFile("plan.svg", to_svg(picture(plans)))
+
+
+def answer_moment(body: bytes, _: Path) -> Any:
+    """What is alive at one operation of the step."""
+    from oomph.web.timeline import moment
+
+    question = msgspec.json.decode(body, type=MomentQuestion)
+    found = _plan(question)
+    assert found is not None
+    return moment(found, question.at)
+
+
+def answer_snapshot(body: bytes, _: Path) -> Any:
+    """`plan --snapshot`: the step as a PyTorch memory snapshot."""
+    from oomph.predict.allocator.replay import record
+    from oomph.step.snapshot.write import write
+
+    found = _plan(msgspec.json.decode(body, type=PlanQuestion))
+    assert found is not None
+    if found.device.kind == "cpu":
+        raise InputError(Problem("gpu", "a snapshot is a picture of a GPU's memory", found.device.name, "a card"))
+    with tempfile.TemporaryDirectory(prefix="oomph-") as folder:
+        path = Path(folder) / "snapshot.pickle"
+        write(record(found.steps, expandable_segments=found.config.expandable_segments), path)
+        return BinaryFile(path.name, path.read_bytes())
 
 
 def answer_fit(body: bytes, _: Path) -> Any:
@@ -222,7 +267,7 @@ def answer_fit(body: bytes, _: Path) -> Any:
 
 
 def answer_config(body: bytes, __: Path) -> Any:
-    """The config with changes as a file: the pasted text with the changed lines changed, where there is one."""
+    """The changed config as a file: the pasted text with those lines edited, or a new file if none was pasted."""
     from oomph.fitting.result import Fit, Option
     from oomph.fitting.space import changes_between
     from oomph.fitting.write import write_config
@@ -238,14 +283,14 @@ def answer_config(body: bytes, __: Path) -> Any:
         fit = Fit(msgspec.structs.replace(changed, files=own), now, (option,), 0, None, 1, verdict, ())
         target = Path(folder) / f"written.{question.format}"
         write_config(target, fit, option)
-        return ConfigFile(f"{name}.{question.format}", target.read_bytes().decode("utf-8-sig"))
+        return TextFile(f"{name}.{question.format}", target.read_bytes().decode("utf-8-sig"))
 
 
 def _own_file(question: ConfigQuestion, folder: Path) -> tuple[list[str], str]:
-    """The pasted config as a file in `folder`, where there is one, and what a file made of it is to be called."""
+    """The pasted config as a file in `folder`, if there is one, and the name for a file made from it."""
     if question.config is None:
-        return [], (question.preset or "run").rpartition("/")[2]  # of Qwen/Qwen3-0.6B the model's name
-    name = Path(pasted(question.config, question.filename).name)
+        return [], (question.preset or "run").rpartition("/")[2]  # Qwen3-0.6B for Qwen/Qwen3-0.6B
+    name = Path(Pasted.named(question.config, question.filename).name)
     path = folder / f"pasted{name.suffix if name.suffix in FORMATS else ''}"
     path.write_text(question.config, encoding="utf-8", newline="")
     return [str(path)], name.stem
@@ -265,7 +310,7 @@ def answer_explain(body: bytes, _: Path) -> Any:
     question = msgspec.json.decode(body, type=ExplainQuestion)
     told: list[Override] = []
     if question.config is not None:
-        loaded = configs.load([pasted(question.config, question.filename)], confined=True)
+        loaded = configs.load([Pasted.named(question.config, question.filename)], confined=True)
         told = [(key, str(getattr(loaded.config, key)), loaded.sources[key]) for key in told_by(loaded)]
     told += as_overrides(question.set, "set")
     run = read(_Paste(question.text.encode("utf-8", "replace")), name="pasted text", overrides=told)
@@ -273,27 +318,33 @@ def answer_explain(body: bytes, _: Path) -> Any:
     return found.to_dict() | {"report": to_markdown(document(found))}
 
 
+@lru_cache(maxsize=1)
+def _folder(path: Path) -> RunsFolder:
+    """The runs folder, with what earlier questions read of it."""
+    return RunsFolder(path)
+
+
 def answer_compare(body: bytes, runs_folder: Path) -> Any:
     """`compare --json` of runs in the runs folder."""
     from oomph.runs.compare import compare
 
     question = msgspec.json.decode(body, type=CompareQuestion)
-    folder = RunsFolder(runs_folder)
+    folder = _folder(runs_folder)
     return compare([folder.readable(name) for name in question.runs], question.gpu).to_dict()
 
 
 def answer_runs(_: bytes, runs_folder: Path) -> Any:
-    """What runs there are."""
-    return RunsFolder(runs_folder).listing()
+    """The list of runs."""
+    return _folder(runs_folder).listing()
 
 
 def answer_run(body: bytes, runs_folder: Path) -> Any:
-    """One run: its config, plan, figures and result."""
-    return RunsFolder(runs_folder).run(body.decode())
+    """One run: config, plan, figures, result."""
+    return _folder(runs_folder).run(body.decode())
 
 
 def answer_machine(_: bytes, __: Path) -> Any:
-    """This machine's own device, the version that answers, and whether the device has yet to be measured."""
+    """This machine's device, oomph's version, and whether the CPU still has to be measured."""
     from oomph import __version__
 
     own = own_device("cuda")
@@ -302,7 +353,7 @@ def answer_machine(_: bytes, __: Path) -> Any:
 
 
 def presets() -> list[Preset]:
-    """Every preset with the keys that it sets."""
+    """Every preset with the keys it sets."""
     models = hugging_face.known_models()
     return [
         Preset(name, group, {key: said.value for key, said in layer.values.items()})
@@ -313,7 +364,7 @@ def presets() -> list[Preset]:
 
 
 def keys() -> list[dict[str, Any]]:
-    """Every config key: enough to build a form field and to explain it."""
+    """Every config key, with what a form field for it needs."""
     renamed = {"kind": lambda key: key.kind.__name__, "help": lambda key: key.description}
     names = ("name", "kind", "default", "allowed", "choices", "ge", "gt", "le", "lt", "optional", "help", "whose")
     return [{name: renamed.get(name, attrgetter(name))(key) for name in names} for key in describe_keys()]
@@ -323,6 +374,9 @@ VERBS: dict[str, Callable[[bytes, Path], Any]] = {
     "plan, asked": lambda body, _: answer_part(body, of_other=False),
     "plan, other": lambda body, _: answer_part(body, of_other=True),
     "report": answer_report,
+    "picture": answer_picture,
+    "moment": answer_moment,
+    "snapshot": answer_snapshot,
     "fit": answer_fit,
     "config": answer_config,
     "explain": answer_explain,

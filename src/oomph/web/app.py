@@ -1,4 +1,4 @@
-"""The application: which address answers what. Workers compute; it passes questions and answers on."""
+"""The ASGI application: routes and caching. Workers compute the answers."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from oomph import devices
 from oomph.web import events
 from oomph.web.answers import Answer, keys, presets
 from oomph.web.guard import Guard
+from oomph.web.metrics import read_position
 from oomph.web.openapi import document
 from oomph.web.replies import TooLargeError, TooSlowError, read_body, refuse, reply, takes_gzip
 from oomph.web.runs import NoSuchRunError, RunsFolder
 from oomph.web.static import INDEX, Static
-from oomph.web.workers import CpuMeasurement, TooBusyError, TooLongError, WorkerDiedError, WorkerPool, ask_plan
+from oomph.web.workers import CpuMeasurement, Role, TooBusyError, TooLongError, WorkerDiedError, WorkerPool, ask_plan
 
 QUESTION_BYTES = 2 * 2**20
 LOG_BYTES = 8 * 2**20
 KEPT_ANSWERS = 512
 KEPT_BYTES = 64 * 2**20
-KEPT_S = 60.0  # an answer also rests on files, which may change: data, measured rates
+KEPT_S = 60.0  # not longer: answers depend on files that may change, such as data and measured rates
 
 
 class QuestionLimits(msgspec.Struct, frozen=True):
-    """What a question may cost, and whether its answer is cached."""
+    """Limits on a question, the worker that answers it, and whether the answer is cached."""
 
     seconds: float
-    heavy: bool = False
+    role: Role = "planner"  # the kind of worker that answers
     max_bytes: int = QUESTION_BYTES
     cached: bool = True
 
@@ -49,16 +50,20 @@ POSTS = {
     "plan": QuestionLimits(20.0),
     "report": QuestionLimits(20.0),
     "config": QuestionLimits(20.0),
-    "fit": QuestionLimits(120.0, heavy=True),
-    "explain": QuestionLimits(120.0, heavy=True, max_bytes=LOG_BYTES),
-    "compare": QuestionLimits(60.0, heavy=True, cached=False),
+    "picture": QuestionLimits(20.0),
+    "moment": QuestionLimits(20.0),
+    "snapshot": QuestionLimits(60.0, role="searcher", cached=False),
+    "fit": QuestionLimits(120.0, role="searcher"),
+    "explain": QuestionLimits(120.0, role="searcher", max_bytes=LOG_BYTES),
+    "compare": QuestionLimits(60.0, role="reader", cached=False),
 }
-LOOKUP = QuestionLimits(30.0, cached=False)
+MACHINE = QuestionLimits(30.0, cached=False)
+RUNS = QuestionLimits(120.0, role="reader", cached=False)
 Handler = Callable[[Request], Coroutine[Any, Any, Any]]
 
 
 class AnswerCache:
-    """Answers kept for a minute, so that a slider moved back is quick."""
+    """Answers of the last minute, so that moving a slider back is quick."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, bytes], tuple[float, Answer]] = OrderedDict()
@@ -72,7 +77,7 @@ class AnswerCache:
         return found[1]
 
     def clear(self) -> None:
-        """Forget all: what they rest on has changed."""
+        """Drop all answers, when the files they depend on have changed."""
         self._kept.clear()
         self._bytes = 0
 
@@ -94,7 +99,7 @@ class ClientGoneError(Exception):
 
 
 class SharedAnswer:
-    """An answer in the making and the requests that wait for it: cancelled once all of them are gone."""
+    """An answer in progress and how many requests wait for it. Cancelled once all of them have disconnected."""
 
     def __init__(self, answer: Coroutine[Any, Any, Answer], on_end: Callable[[], object]) -> None:
         self._task = asyncio.create_task(answer)
@@ -121,26 +126,27 @@ class SharedAnswer:
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client disconnects. The body has been read: nothing else can come."""
+    """Return when the client disconnects. Its body has been read, so no other message can come."""
     while (await request.receive())["type"] != "http.disconnect":
         continue
 
 
 class Web:
-    """The page's server: its workers, its cached answers, its streams."""
+    """The server's state: workers, cached answers, event streams."""
 
     def __init__(self, runs_folder: Path, workers: int = 2) -> None:
         self.runs = RunsFolder(runs_folder)
-        self.pool = WorkerPool(workers, str(runs_folder))
+        sizes: dict[Role, int] = {"planner": workers, "searcher": max(1, workers - 1), "reader": 1}
+        self.pools = {role: WorkerPool(size, str(runs_folder), role) for role, size in sizes.items()}
         self.cache = AnswerCache()
         self.static = Static()
         self.measurement = CpuMeasurement(self.cache.clear)
         self.closing = asyncio.Event()
-        self._streams = 0
+        self.streams = events.Streams()
         self._pending: dict[tuple[str, bytes], SharedAnswer] = {}
 
     def application(self, hosts: frozenset[str] | None, token: str | None) -> Starlette:
-        """The ASGI application, guarded."""
+        """The ASGI application, behind its `Guard`."""
         routes = [
             Route("/", self.page),
             Route("/static/{name:path}", self.file),
@@ -151,7 +157,7 @@ class Web:
             Route("/api/machine", self.machine),
             Route("/api/runs", self._looker("runs")),
             Route("/api/runs/{name}", self._looker("run")),
-            Route("/api/runs/{name}/events", self.events),
+            Route("/api/events", self.events),
             *(Route(f"/api/{name}", self._poster(name, limits), methods=["POST"]) for name, limits in POSTS.items()),
         ]
         return Starlette(
@@ -163,12 +169,12 @@ class Web:
 
     @contextlib.asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:
-        await self.pool.start()
+        await self.pools["planner"].start()
         try:
             yield
         finally:
             await self.measurement.close()
-            await self.pool.close()
+            await asyncio.gather(*(pool.close() for pool in self.pools.values()))
 
     async def page(self, request: Request) -> Response:
         return self.static.serve(INDEX, request.headers)
@@ -193,12 +199,12 @@ class Web:
 
     def _looker(self, name: str) -> Handler:
         async def look(request: Request) -> Response:
-            return await self._answer(name, LOOKUP, request.path_params.get("name", "").encode(), request)
+            return await self._answer(name, RUNS, request.path_params.get("name", "").encode(), request)
 
         return look
 
     async def machine(self, request: Request) -> Response:
-        """This machine. A CPU that was never measured is measured now, without anybody waiting for it."""
+        """This machine. Starts measuring its CPU in the background if there are no rates yet."""
 
         def with_state(answer: Answer) -> Answer:
             told = msgspec.json.decode(answer.plain())
@@ -207,7 +213,7 @@ class Web:
                 told["measuring"] = self.measurement.is_running
             return Answer(answer.status, msgspec.json.encode(told))
 
-        return await self._answer("machine", LOOKUP, b"", request, with_state)
+        return await self._answer("machine", MACHINE, b"", request, with_state)
 
     async def _answer(
         self,
@@ -240,7 +246,7 @@ class Web:
         return _reply_with(amend(answer) if amend else answer, request)
 
     async def _ask(self, key: tuple[str, bytes], limits: QuestionLimits, request: Request) -> Answer:
-        """Ask a worker; the same question asked by several at once is worked on once."""
+        """The reply from a worker. Identical questions at the same time share one answer."""
         if not limits.cached:
             return await SharedAnswer(self._work(key, limits), lambda: None).wait(request)
         if key not in self._pending:
@@ -250,37 +256,37 @@ class Web:
 
     def _work(self, key: tuple[str, bytes], limits: QuestionLimits) -> Coroutine[Any, Any, Answer]:
         if key[0] == "plan":
-            return ask_plan(self.pool, key[1], limits.seconds)
-        return self.pool.ask(*key, limits.seconds, limits.heavy)
+            return ask_plan(self.pools["planner"], key[1], limits.seconds)
+        return self.pools[limits.role].ask(*key, limits.seconds)
 
-    async def events(self, request: Request) -> Any:
-        """A run's figures as they come."""
-        try:
-            path = await asyncio.to_thread(self.runs.path_of, request.path_params["name"])
-        except NoSuchRunError as error:
-            return refuse(404, "run", "no such run", error.problems[0].found)
-        if self._streams >= events.MAX_STREAMS:
+    async def events(self, request: Request) -> Response:
+        """One event stream with the new figures of all requested runs."""
+        names = request.query_params.getlist("run")
+        starts = (request.headers.get("last-event-id") or ",".join(request.query_params.getlist("from"))).split(",")
+        if not 1 <= len(names) <= events.MAX_RUNS:
+            return refuse(400, "run", "not so many at once", str(len(names)), f"1 to {events.MAX_RUNS}")
+        positions = [read_position(start or "0") for start in [*starts, *["0"] * (len(names) - len(starts))]]
+        if None in positions or len(positions) > len(names):
+            return refuse(400, "from", "not a position for each run", ",".join(starts), "the `position` of each run")
+        if not self.streams.reserve():
             return refuse(429, "server", "too many streams are open", allowed=f"{events.MAX_STREAMS} at once")
-        start = request.headers.get("last-event-id") or request.query_params.get("from", "0")
-        if not (start.isascii() and start.isdigit() and len(start) <= 15):
-            return refuse(400, "from", "not a number of bytes", start)
-        if request.method == "HEAD":
-            return reply(b"", media="text/event-stream")
-        return StreamingResponse(
-            self._counted(events.stream(path, int(start), self.closing)), media_type="text/event-stream"
-        )
-
-    async def _counted(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        self._streams += 1
         try:
-            async for event in stream:
-                yield event
-        finally:
-            self._streams -= 1
+            paths = await asyncio.to_thread(self.runs.paths_of, names)
+            tails = [events.Tail(path, *start) for path, start in zip(paths, positions, strict=True) if start]
+        except NoSuchRunError as error:
+            self.streams.release()
+            return refuse(404, "run", "no such run", error.problems[0].found)
+        except BaseException:
+            self.streams.release()
+            raise
+        if request.method == "HEAD":
+            self.streams.release()
+            return reply(b"", media="text/event-stream")
+        return events.EventStream(tails, self.closing, self.streams)
 
 
 def _reply_with(answer: Answer, request: Request) -> Response:
-    """The reply with this answer, compressed if the client can read that."""
+    """A reply with this answer, gzipped if the client accepts it."""
     if not answer.packed:
         return reply(answer.body, answer.status)
     if takes_gzip(request.headers.get("accept-encoding", "")):
@@ -299,12 +305,12 @@ def _constant(value: Any) -> Handler:
 
 
 async def _fault(_: Request, error: Exception) -> Response:
-    """A fault of ours in the form of every other error; uvicorn prints its traceback."""
+    """An internal error, in the form of all errors; uvicorn prints its traceback."""
     return refuse(500, "oomph", f"oomph failed: {type(error).__name__}: {error}"[:500])
 
 
 async def _problem(request: Request, error: Exception) -> Response:
-    """What Starlette refuses by itself: an unknown address, a method it does not have."""
+    """Starlette's own refusals (unknown address, wrong method), in the form of all errors."""
     assert isinstance(error, HTTPException)
     found = f"{request.method} {request.url.path}"
     refusal = refuse(error.status_code, "address", error.detail.lower(), found, "what /openapi.json lists")

@@ -1,71 +1,57 @@
-"""A run while it goes: what its metrics.jsonl grows by, as server-sent events."""
+"""Live runs: new lines of their metrics.jsonl files as server-sent events, all runs in one stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from oomph.web.runs import (
-    METRICS,
-    PLAN,
-    RESULT,
-    Clock,
-    Figures,
-    flops_per_token,
-    open_file,
-    read_json,
-    read_lines,
-    state,
-    steps_done,
-)
+from oomph.web.metrics import METRICS, Clock, Figures, open_file, position, read_lines, whole_lines
+from oomph.web.runs import flops_per_token, read_json
+from oomph.web.standing import PLAN, RESULT, Standing, standing, steps_done
 
-LOOK_S = 0.5  # between looks at the file
+LOOK_S = 0.5  # between two looks at the files
 HEARTBEAT_S = 10.0
-PIECE_BYTES = 256 * 2**10  # of the file, to one event
+PIECE_BYTES = 256 * 2**10  # the most of a file in one event
 EVENTS_A_LOOK = 8
 RETRY_MS = 2000
 MAX_STREAMS = 64
+MAX_RUNS = 64  # in one stream
 
 
 class Tail:
-    """A growing metrics.jsonl from some byte on."""
+    """A growing metrics.jsonl, read from some byte on."""
 
-    def __init__(self, folder: Path, offset: int) -> None:
+    def __init__(self, folder: Path, offset: int, clock: Clock | None = None) -> None:
+        """`offset` is the byte to begin at, `clock` the training hours up to there."""
         self.folder, self.offset = folder, offset
         self.flops_per_token = flops_per_token(read_json(folder / PLAN))
-        self.clock = Clock()
-        self._caught_up = offset == 0
-        self._last_state: tuple[str, Any] | None = None
+        self.clock = clock or Clock()
+        self._last = Figures()  # the lines read last
+        self._told: tuple[Standing, Any] | None = None
 
-    def more(self) -> list[bytes]:
-        """The events since the last look."""
-        events: list[bytes] = []
-        if (restarted := self._size() < self.offset) or not self._caught_up:
-            self._catch_up(restarted)
-        if restarted:
-            return [self._event("reset", {})]
-        while len(events) < EVENTS_A_LOOK and (lines := self._lines()):
-            found = read_lines(lines, self.clock, self.flops_per_token)
-            events.append(self._event("metrics", found.columns()))
+    def more(self) -> list[tuple[str, Any]]:
+        """Events since the last look, as names and data."""
+        events: list[tuple[str, Any]] = []
+        if self._size() < self.offset:  # the file was started over
+            self.offset, self.clock = 0, Clock()
+            return [("reset", {})]
+        while len(events) < EVENTS_A_LOOK and (text := self._lines()):
+            self._last = read_lines(text, self.clock, self.flops_per_token)
+            events.append(("metrics", self._last.columns()))
         result = read_json(self.folder / RESULT)
-        now = (state(self.folder, result), result)
-        if now != self._last_state:
-            self._last_state = now
+        now = standing(self.folder, result, self._last)
+        if (now, result) != self._told:
+            self._told = now, result
             steps = steps_done(self.folder, result, Figures())
-            events.append(self._event("state", {"state": now[0], "result": result, "steps": steps}))
+            told = {"state": now.state, "reason": now.reason, "result": result, "steps": steps}
+            events.append(("state", told))
         return events
-
-    def _catch_up(self, restarted: bool) -> None:
-        """Bring the clock to where the reader is: the hours of a later line need those of all before it."""
-        wanted = 0 if restarted else self.offset
-        self.offset, self.clock, self._caught_up = 0, Clock(), True
-        while self.offset < wanted and (lines := self._lines(wanted)):
-            read_lines(lines, self.clock, None)
-        self.offset = wanted
 
     def _size(self) -> int:
         try:
@@ -73,35 +59,69 @@ class Tail:
         except OSError:
             return 0
 
-    def _lines(self, end: int | None = None) -> list[bytes]:
-        """Some more whole lines, and past them."""
+    @property
+    def position(self) -> str:
+        """The position from which another stream can continue."""
+        return position(self.offset, self.clock)
+
+    def _lines(self) -> bytes:
+        """The next whole lines; moves past them."""
         try:
             with open_file(self.folder / METRICS) as stream:
                 stream.seek(self.offset)
-                data = stream.read(PIECE_BYTES if end is None else min(PIECE_BYTES, end - self.offset))
+                text, size = whole_lines(stream, PIECE_BYTES)
         except OSError:
-            return []
-        whole = data.rfind(b"\n") + 1
-        if not whole and len(data) == PIECE_BYTES:  # a line longer than any of ours: passed over
-            whole = len(data)
-        self.offset += whole
-        return data[:whole].splitlines()
-
-    def _event(self, kind: str, value: Any) -> bytes:
-        data = msgspec.json.encode(value).decode()
-        return f"id: {self.offset}\nevent: {kind}\ndata: {data}\n\n".encode()
+            return b""
+        self.offset += size
+        return text
 
 
-async def stream(folder: Path, offset: int, closing: asyncio.Event) -> AsyncIterator[bytes]:
-    """Events until the reader leaves or the server closes. A thread reads: the loop never waits for a disk."""
-    tail = Tail(folder, offset)
+class Streams:
+    """Counts open streams. A place is reserved before the response starts and released when it ends."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def reserve(self) -> bool:
+        """Take a place; False if none is left."""
+        if self.open >= MAX_STREAMS:
+            return False
+        self.open += 1
+        return True
+
+    def release(self) -> None:
+        self.open -= 1
+
+
+class EventStream(StreamingResponse):
+    """A response that lasts until its reader disconnects. A place in `Streams` must have been reserved."""
+
+    def __init__(self, tails: Sequence[Tail], closing: asyncio.Event, streams: Streams) -> None:
+        super().__init__(stream(tails, closing), media_type="text/event-stream")
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streams.release()
+
+
+async def stream(tails: Sequence[Tail], closing: asyncio.Event) -> AsyncIterator[bytes]:
+    """Events until the reader disconnects or the server closes. Files are read in a thread, so the loop never blocks.
+
+    An event's id is the position in each run's file, so that a client that reconnects misses nothing.
+    """
     quiet_s = 0.0
     yield f"retry: {RETRY_MS}\n\n".encode()
     while not closing.is_set():
-        events = await asyncio.to_thread(tail.more)
-        for event in events:
-            yield event
-        quiet_s = 0.0 if events else quiet_s + LOOK_S
+        quiet_s += LOOK_S
+        for at, tail in enumerate(tails):
+            for kind, data in await asyncio.to_thread(tail.more):
+                quiet_s = 0.0
+                positions = ",".join(each.position for each in tails)
+                text = msgspec.json.encode({"run": at, "data": data}).decode()
+                yield f"id: {positions}\nevent: {kind}\ndata: {text}\n\n".encode()
         if quiet_s >= HEARTBEAT_S:
             quiet_s = 0.0
             yield b": still here\n\n"

@@ -1,7 +1,7 @@
-"""Who may ask: this machine's own page, or whoever holds the token. Other sites' pages may not.
+"""Access control: requests from our own page, or with the token. Pages of other sites are refused.
 
-A page of another site can make the browser send requests here. It is told apart by the `Host` it used (a name that was
-rebound to 127.0.0.1), by `Origin` and by `Sec-Fetch-Site`; and it cannot read what it is not allowed to.
+Another site's page can make the browser send requests here. They are recognised by `Host` (DNS rebinding to
+127.0.0.1), `Origin` and `Sec-Fetch-Site`; and the browser lets such a page read no answer.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
-OWN_SITE = ("same-origin", "none")  # what Sec-Fetch-Site says of our own page, and of a person typing an address
+OWN_SITE = ("same-origin", "none")  # Sec-Fetch-Site of our own page, and of an address typed by hand
 
 
-# A redirect would not do: a browser that followed a link here from another site would leave the new cookie out.
+# Not a redirect: after a link from another site, the browser would not send the new cookie with it.
 GO_ON = b"""<!doctype html><meta charset="utf-8"><title>oomph</title>
 <script>location.replace("/" + location.hash)</script><noscript><a href="/">oomph</a></noscript>"""
 HTML = "text/html; charset=utf-8"
@@ -44,10 +44,10 @@ _INLINE = re.compile(rb"<script(?![^>]*\bsrc=)[^>]*>(.*?)</script>", re.DOTALL)
 
 
 class Guard:
-    """The outermost layer: it lets through, or refuses with a reason, and adds the headers that keep a browser safe."""
+    """The outermost middleware: refuses requests with a reason, and adds security headers to every reply."""
 
     def __init__(self, app: ASGIApp, *, hosts: frozenset[str] | None, token: str | None) -> None:
-        """`hosts` are the names this server answers to, None for any address of this machine."""
+        """`hosts` are the names the server answers to; None for any address of this machine."""
         self.app, self.hosts, self.token = app, hosts, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +76,7 @@ class Guard:
         if origin is not None and origin.partition("://")[2] != host:
             return refuse(403, "Origin", "another site's page may not ask here", origin)
         site = headers.get("sec-fetch-site", "none")
-        # A link from elsewhere may open the page, but nothing else.
+        # A link on another site may open the page, but nothing else.
         if site not in OWN_SITE and not (scope["path"] == "/" and headers.get("sec-fetch-mode") == "navigate"):
             return refuse(403, "Sec-Fetch-Site", "another site's page may not ask here", site)
         return None
@@ -86,7 +86,7 @@ class Guard:
         return name in self.hosts if self.hosts is not None else _is_address(name) or name in own_names()
 
     def _login(self, scope: Scope) -> Response | None:
-        """With a token, requests without it are refused. The address that holds it leaves a cookie behind."""
+        """Refuse requests without the token, if there is one. Opening the address that contains it sets a cookie."""
         if self.token is None:
             return None
         headers = Headers(scope=scope)
@@ -105,13 +105,13 @@ class Guard:
 
 
 def policy_for(page: bytes) -> str:
-    """The policy of a page of ours: its own inline scripts (an import map cannot be a file) pass by their hash."""
+    """The Content-Security-Policy of one of our pages. Inline scripts (an import map cannot be a file) pass by hash."""
     hashes = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in _INLINE.findall(page)]
     return f"{POLICY}; script-src 'self'" + "".join(f" 'sha256-{each}'" for each in hashes)
 
 
 def cookie_name(scope: Scope) -> str:
-    """Cookies are shared by all ports of a host: the port is part of the name."""
+    """The cookie's name. It contains the port, because all ports of a host share their cookies."""
     server = scope.get("server")
     return f"oomph_{server[1] if server else 0}"
 
@@ -125,13 +125,13 @@ def _cookie(text: str, name: str) -> str:
 
 
 def _bearer(text: str) -> str:
-    """The token of an Authorization header; the scheme's case does not matter (RFC 9110)."""
+    """The token in an Authorization header; the scheme is case-insensitive (RFC 9110)."""
     scheme, _, token = text.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _without_port(host: str) -> str:
-    """The name in a Host header: "[::1]:80" is ::1."""
+    """The name in a Host header: ::1 for "[::1]:80"."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.rpartition(":")[0].lower() if host.count(":") == 1 else host.lower()
@@ -146,6 +146,6 @@ def _is_address(name: str) -> bool:
 
 
 def own_names() -> frozenset[str]:
-    """What this machine is called."""
+    """This machine's host names."""
     name = socket.gethostname().lower()
     return frozenset({"localhost", name, name.partition(".")[0], f"{name.partition('.')[0]}.local"})

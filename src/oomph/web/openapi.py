@@ -1,8 +1,8 @@
-"""The API's own description (OpenAPI 3.1), generated from the types that decode questions and make up answers."""
+"""The API's OpenAPI 3.1 description, generated from the types of questions and answers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -16,10 +16,17 @@ from oomph.planning.plan import Plan
 from oomph.predict.memory import Footprint
 from oomph.report.plan import Summary
 from oomph.runs.findings import Finding
-from oomph.web.answers import ConfigFile, MarkdownReport, Preset, ThisMachine
-from oomph.web.questions import CompareQuestion, ConfigQuestion, ExplainQuestion, FitQuestion, PlanQuestion
+from oomph.web.answers import BinaryFile, MarkdownReport, Preset, TextFile, ThisMachine
+from oomph.web.questions import (
+    CompareQuestion,
+    ConfigQuestion,
+    ExplainQuestion,
+    FitQuestion,
+    MomentQuestion,
+    PlanQuestion,
+)
 from oomph.web.runs import RunDetails, RunList
-from oomph.web.timeline import StepTimeline
+from oomph.web.timeline import Moment, StepTimeline
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
@@ -38,12 +45,12 @@ ERRORS = {
 
 
 def _json_of(struct: type[msgspec.Struct], *left_out: str, **changed: Any) -> type[msgspec.Struct]:
-    """The type of a struct's documented JSON: without some fields, and with others changed or added."""
+    """The type of a struct's documented JSON, with some fields dropped, changed or added."""
     fields = {field.name: field.type for field in msgspec.structs.fields(struct)} | changed
     return msgspec.defstruct(struct.__name__, [(name, of) for name, of in fields.items() if name not in left_out])
 
 
-PLAN = _json_of(Plan, "loaded", "steps", "traced", config=dict, device=dict, memory=_json_of(Footprint, "peak"))
+PLAN = _json_of(Plan, "loaded", "steps", config=dict, device=dict, memory=_json_of(Footprint, "peak"))
 FIT = _json_of(Fit, "loaded", "hours_limit", "seeks_a_model", "proposed", now=PLAN, options=list[dict[str, Any]])
 ONLY_OF_TWO = "where nanoGPT or oomph train is asked for; absent under any other program"
 PLANS = msgspec.defstruct(
@@ -68,7 +75,11 @@ EXPLANATION = msgspec.defstruct(
         ("report", str),
     ],
 )
-PROBLEMS = msgspec.defstruct("Problems", [("problems", list[Problem])])
+_PROBLEM = msgspec.defstruct(
+    "Problem",
+    [(name, of, *((None,) if name in Problem._field_defaults else ())) for name, of in get_type_hints(Problem).items()],
+)
+PROBLEMS = msgspec.defstruct("Problems", [("problems", list[_PROBLEM])])  # type: ignore[valid-type]
 
 
 class Operation(NamedTuple):
@@ -86,8 +97,11 @@ OPERATIONS = {
     "/api/machine": Operation("This machine.", ThisMachine),
     "/api/plan": Operation("What a run needs, and the memory over a step.", PLANS, PlanQuestion),
     "/api/report": Operation("The plan's report as Markdown.", MarkdownReport, PlanQuestion),
+    "/api/picture": Operation("The plan's memory as an SVG, as `oomph plan --svg`.", TextFile, PlanQuestion),
+    "/api/moment": Operation("What is alive at one operation of the step.", Moment, MomentQuestion),
+    "/api/snapshot": Operation("The step as a PyTorch memory snapshot.", BinaryFile, PlanQuestion),
     "/api/fit": Operation("The settings that fit, ranked, as `oomph fit --json`.", FIT, FitQuestion),
-    "/api/config": Operation("The config with changes, as a file.", ConfigFile, ConfigQuestion),
+    "/api/config": Operation("The config with changes, as a file.", TextFile, ConfigQuestion),
     "/api/explain": Operation("What happened in a run, as `oomph explain --json`.", EXPLANATION, ExplainQuestion),
     "/api/compare": Operation("Runs compared, as `oomph compare --json`.", dict[str, Any], CompareQuestion),
     "/api/runs": Operation("The runs in the runs folder.", RunList),
@@ -96,7 +110,7 @@ OPERATIONS = {
 
 
 def document() -> Schema:
-    """The whole description."""
+    """The OpenAPI document."""
     questions = [operation.question for operation in OPERATIONS.values() if operation.question]
     answers = [PROBLEMS, *(operation.answer for operation in OPERATIONS.values())]
     _, taken = msgspec.json.schema_components(questions, ref_template=REF)
@@ -117,7 +131,7 @@ def document() -> Schema:
             "version": __version__,
             "description": "The API behind the page. Answers are those of the verbs' --json; MiB is 2**20 bytes.",
         },
-        "paths": paths | {"/api/runs/{name}/events": _events(problems)},
+        "paths": paths | {"/api/events": _events(problems)},
         "components": {"schemas": given | taken | {"Settings": _settings()}},
     }
 
@@ -137,27 +151,33 @@ def _operation(path: str, operation: Operation, answer: Schema, problems: Schema
 
 
 def _events(problems: Schema) -> Schema:
-    start = {
-        "name": "from",
-        "in": "query",
-        "description": "bytes of metrics.jsonl read already: a run's `offset`. Last-Event-ID goes before it",
-        "schema": {"type": "integer", "minimum": 0, "maximum": 10**15 - 1},
-    }
+    many = {"type": "array", "items": {"type": "string"}}
+    parameters = [
+        {"name": "run", "in": "query", "required": True, "description": "names from /api/runs", "schema": many},
+        {
+            "name": "from",
+            "in": "query",
+            "description": "the `position` of each run, in the same order; absent: the beginning",
+            "schema": many,
+        },
+    ]
     events = {
-        "description": "events: metrics (of new lines only), state, reset (the file was begun again: fetch the run)",
+        "description": "events: metrics (of new lines only), state, reset (the file was begun again: fetch the run); "
+        "the data has `run`, which of those asked for, and `data`. An event's id is every run's position, and "
+        "Last-Event-ID goes before `from`",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
     return {
         "get": {
-            "summary": "A run's figures as they come.",
-            "parameters": [_name(), start],
+            "summary": "The figures of runs as they come, in one stream.",
+            "parameters": parameters,
             "responses": {"200": events, **_refusals([400, 401, 403, 404, 429], problems)},
         }
     }
 
 
 def _settings() -> Schema:
-    """Config keys: a value of the key's type, or text as the command line takes it."""
+    """The schema of config keys: a value of the key's type, or text as on the command line."""
     types = {int: "integer", float: "number", str: "string"}
     fields = {}
     for key in describe_keys():
@@ -176,7 +196,7 @@ def _settings() -> Schema:
 
 
 def _drop_unknown(schema: Schema) -> None:
-    """Require no field of an answer that may be null: an answer leaves out what is not known."""
+    """Make fields that may be null optional: answers leave out what is unknown."""
     fields = schema.get("properties", {})
     required = schema.get("required", ())
     schema["required"] = [name for name in required if {"type": "null"} not in fields[name].get("anyOf", ())]

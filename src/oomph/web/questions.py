@@ -1,4 +1,4 @@
-"""What the page asks, as types: decoded strictly, described by their schema, turned into what the planner takes."""
+"""The page's questions as types: decoded strictly, and turned into configs and devices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from oomph.config import (
     Override,
     Pasted,
     describe_keys,
-    fine_tuning,
-    hugging_face,
     nanochat,
 )
-from oomph.config.files import MAX_TEXT_BYTES
+from oomph.config.reading import fine_tuning, hugging_face
+from oomph.config.reading.files import MAX_TEXT_BYTES
 from oomph.devices import Device
 from oomph.errors import InputError, Problem, nearest
 from oomph.planning.plan import choose_device
@@ -40,7 +39,7 @@ MAX_LOG = 8 * 2**20  # characters of a pasted log
 MAX_COMPARED = 16  # runs
 
 
-class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DeviceQuestion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A config on a device: what `oomph plan` takes."""
 
     config: ConfigText | None = None
@@ -58,7 +57,7 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reserve_mib: Annotated[float, Meta(ge=0, le=1e9, description="kept free for other programs")] = 0.0
 
     def run(self, changes: Settings | None = None) -> tuple[LoadedConfig, Device]:
-        """The config and the device asked about. Raises `InputError` with all that is wrong with both."""
+        """The requested config and device. Raises `InputError` with the problems of both."""
         try:
             loaded = self.loaded(changes)
         except InputError as error:
@@ -71,27 +70,27 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return loaded, self.device(loaded)
 
     def loaded(self, changes: Settings | None = None) -> LoadedConfig:
-        """The config asked about, with `changes` over it. Raises `InputError` with all that is wrong."""
+        """The requested config with `changes` over it. Raises `InputError` with every problem."""
         overrides = as_overrides(self.set, "set")
         if self.trainer is not None:
             overrides.append(("trainer", self.trainer, "trainer"))
         return configs.load(self.sources(), overrides + as_overrides(changes or {}, "changes"), confined=True)
 
     def sources(self) -> list[str | Pasted]:
-        """The preset and the text, in the order in which they are laid over each other."""
+        """The preset, then the text that overrides it."""
         found: list[str | Pasted] = []
         if self.preset is not None:
             found.append(known_preset(self.preset))
         if self.config is not None:
-            found.append(pasted(self.config, self.filename))
+            found.append(Pasted.named(self.config, self.filename))
         return found
 
     def read_as(self) -> str | None:
         """The format that the text was read in, in words; None where there is no text."""
-        return None if self.config is None else _format(pasted(self.config, self.filename))
+        return None if self.config is None else _format(Pasted.named(self.config, self.filename))
 
     def device(self, loaded: LoadedConfig) -> Device:
-        """The card asked about, by name or by numbers, or this machine's own."""
+        """The requested card, by name or by its figures; this machine's device if none is."""
         numbers = {"mib": self.gpu_mib, "tflops": self.gpu_tflops, "gbs": self.gpu_gbs, "watts": self.gpu_watts}
         if any(value is not None for value in numbers.values()):
             return choose_device(devices.custom(self.gpu, **numbers), loaded.config)
@@ -100,7 +99,7 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return choose_device(self.gpu or own_device(loaded.config.device), loaded.config)
 
 
-class PlanQuestion(Question, kw_only=True, forbid_unknown_fields=True):
+class PlanQuestion(DeviceQuestion, kw_only=True, forbid_unknown_fields=True):
     """What `/api/plan` and `/api/report` take."""
 
     step_ms: Annotated[Amount, Meta(description="a measured step time in place of the predicted")] | None = None
@@ -110,7 +109,13 @@ class PlanQuestion(Question, kw_only=True, forbid_unknown_fields=True):
     currency: Annotated[str, Meta(min_length=1, max_length=10)] = PRICE_CURRENCY
 
 
-class FitQuestion(Question, kw_only=True, forbid_unknown_fields=True):
+class MomentQuestion(PlanQuestion, kw_only=True, forbid_unknown_fields=True):
+    """What `/api/moment` takes: a plan, and one operation of its step."""
+
+    at: Annotated[int, Meta(ge=0, le=10**9, description="the operation, counted as the timeline counts them")]
+
+
+class FitQuestion(DeviceQuestion, kw_only=True, forbid_unknown_fields=True):
     """What `/api/fit` takes."""
 
     tokens: Annotated[Amount | Name, Meta(description="to train on: a number, or as people write it, 3.68B")] | None = (
@@ -120,7 +125,7 @@ class FitQuestion(Question, kw_only=True, forbid_unknown_fields=True):
     largest: Annotated[bool, Meta(description="the largest model instead")] = False
 
     def tokens_asked(self) -> float | None:
-        """The tokens as a number. Raises `InputError`."""
+        """`tokens` as a number. Raises `InputError`."""
         if not isinstance(self.tokens, str):
             return self.tokens
         found = parse_count(self.tokens)
@@ -129,7 +134,7 @@ class FitQuestion(Question, kw_only=True, forbid_unknown_fields=True):
         return float(found)
 
 
-class ConfigQuestion(Question, kw_only=True, forbid_unknown_fields=True):
+class ConfigQuestion(DeviceQuestion, kw_only=True, forbid_unknown_fields=True):
     """What `/api/config` takes: the config with some keys changed, as a file."""
 
     changes: Settings = {}
@@ -155,13 +160,13 @@ class CompareQuestion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def own_device(kind: str) -> Device:
-    """This machine's device. Its CPU is not measured while a page waits: only rates measured before are used."""
+    """This machine's device. Uses only CPU rates measured before, because measuring would make the page wait."""
     return devices.calibrated(devices.detect(kind, measure=False))
 
 
 def as_overrides(values: dict[str, Setting], where: str) -> list[Override]:
-    """Settings as the command line would give them. Raises `InputError` for names that are no keys, and for what is not
-    text where only text will do: written out, everything is text."""
+    """Settings as --key=value overrides. Raises `InputError` for unknown keys, and for a value that is not text
+    if the key takes text: as an override it would pass."""
     kinds = {key.name: key for key in describe_keys()}
     problems = []
     for name, value in values.items():
@@ -176,12 +181,12 @@ def as_overrides(values: dict[str, Setting], where: str) -> list[Override]:
 
 
 def preset_names() -> dict[str, tuple[str, ...]]:
-    """The presets that a form lists, by group."""
+    """The presets for a form, by group."""
     return {"GPT-2": PRESETS, "Hugging Face": tuple(hugging_face.known_models()), "nanochat": nanochat.PRESETS}
 
 
 def known_preset(name: str) -> str | Pasted:
-    """The preset of that name, or the config of the model; a name from outside must never become a path."""
+    """The preset or known model of that name. A name from outside must never become a path."""
     if name in PRESETS or nanochat.depth_of(name) is not None:
         return name
     if (model := hugging_face.find_known(name)) is not None:
@@ -193,21 +198,6 @@ def known_preset(name: str) -> str | Pasted:
     )
 
 
-_YAML = re.compile(r"(?:[ \t]*(?:#[^\n]*|---)?\n)*[A-Za-z_]\w*:(?:\s|$)")  # its first line that is no comment
-
-
-def pasted(text: str, filename: str | None) -> Pasted:
-    """A pasted config under the name it had, or under one that suits it. An object is JSON, whatever its name."""
-    text = text.removeprefix("\ufeff")  # an editor's mark, as files may have it
-    if "\0" in text:
-        raise InputError(Problem("config", "a binary file, not text", allowed="a .py, .toml or .json config"))
-    name = PurePosixPath((filename or "").replace("\\", "/").strip()).name
-    if text.lstrip().startswith("{"):
-        name = f"{PurePosixPath(name or 'config').stem}.json"
-    own = "config.yaml" if _YAML.match(text) else "config.toml" if looks_like_toml(text) else "config.py"
-    return Pasted(name or own, text)
-
-
 def _format(config: Pasted) -> str:
     suffix = PurePosixPath(config.name).suffix.lower()
     if suffix == ".json":
@@ -216,17 +206,6 @@ def _format(config: Pasted) -> str:
         return "a Hugging Face config.json" if hugging_face.is_model(content) else tuning
     names = {".toml": "TOML", ".yaml": "a config of fine-tuning", ".yml": "a config of fine-tuning"}
     return names.get(suffix, "a nanoGPT config")
-
-
-def looks_like_toml(text: str) -> bool:
-    """Whether a config without a name is in our own format: what it sets reads as TOML and not as Python."""
-    import tomllib
-
-    try:
-        content = tomllib.loads(text) if text.count(".") < 1000 else {}
-    except (ValueError, RecursionError):
-        return False
-    return any(value is True or value is False for value in content.values())
 
 
 _TYPE_NAMES = {
@@ -247,7 +226,7 @@ _UNITS = {"str": "characters", "array": "entries"}
 
 
 def as_problem(message: str) -> Problem:
-    """A message of msgspec, such as "Expected `float`, got `str` - at `$.hours`", in a person's words."""
+    """The problem in a message of msgspec, such as "Expected `float`, got `str` - at `$.hours`"."""
     what, _, place = message.partition(" - at ")
     where = place.strip("`").removeprefix("$").strip(".").replace("[...]", "") or "body"
     if found := _TYPE.fullmatch(what):

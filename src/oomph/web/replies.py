@@ -1,4 +1,4 @@
-"""Replies and refusals, and reading a request's body within its limits."""
+"""Replies, refusals, and reading a request body within limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from oomph.errors import Problem
 from oomph.web.answers import problems_json
 
-BODY_SECONDS = 30.0  # for a whole body to arrive
+BODY_SECONDS = 30.0  # within which the whole body must arrive
 
 
 def reply(
@@ -22,7 +22,7 @@ def reply(
 
 
 def refuse(status: int, where: str, what: str, found: str | None = None, allowed: str | None = None) -> Response:
-    """A refusal in the form of every other error."""
+    """A refusal, in the form of all errors."""
     return reply(problems_json([Problem(where, what, found[:200] if found else None, allowed)]), status)
 
 
@@ -40,7 +40,7 @@ class TooLargeError(Exception):
 
 
 class TooSlowError(Exception):
-    """The body did not arrive in time, or not whole."""
+    """The body did not arrive in time, or was cut off."""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

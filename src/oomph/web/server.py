@@ -1,4 +1,4 @@
-"""Running the server: a socket of its own, a token where others can reach it, and a clean end."""
+"""Running the server: its socket, a token if other machines can reach it, a clean shutdown."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from oomph.errors import InputError, Problem
 from oomph.web.app import Web
 
 DEFAULT_PORT = 8642
-MAX_CONNECTIONS = 512  # open at once; further ones are refused
-HEADER_SECONDS = 10.0  # for a request's head to arrive; uvicorn's own limits begin after the first answer
+MAX_CONNECTIONS = 512  # open at once; more are refused
+HEADER_SECONDS = 10.0  # for a request's headers to arrive; uvicorn's own limits apply only after a first response
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the page is."""
+    """The page's address."""
 
     host: str
     port: int
@@ -35,14 +35,14 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """What to open in a browser, on this machine."""
+        """The URL to open in a browser on this machine."""
         host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.host, self.host)
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which closes open streams when asked to end."""
+    """uvicorn's server, which also closes open event streams on shutdown."""
 
     def __init__(self, config: uvicorn.Config, web: Web, on_start: Callable[[], None]) -> None:
         super().__init__(config)
@@ -77,7 +77,7 @@ class DeadlineProtocol(H11Protocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a whole request has arrived that is not answered yet."""
+        """Whether a complete request has arrived and is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _set_deadline(self) -> None:
@@ -98,7 +98,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address."""
+    """Whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:
@@ -108,7 +108,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A socket at that port; without one, at ours, or at any free one where ours is taken. Raises `InputError`."""
+    """A socket on that port; without one, on the default, or any free one if that is taken. Raises `InputError`."""
     try:
         return _bind(host, DEFAULT_PORT if port is None else port)
     except OSError as error:
@@ -134,7 +134,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def serve(host: str, port: int | None, runs_folder: Path, on_start: Callable[[Address], None]) -> None:
-    """Serve until interrupted. `on_start` hears where."""
+    """Serve until interrupted. `on_start` is called with the address."""
     listening = listen(host, port)
     alone = is_loopback(host)
     address = Address(host, listening.getsockname()[1], None if alone else secrets.token_urlsafe(24))

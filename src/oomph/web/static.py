@@ -1,4 +1,4 @@
-"""The page's own files: looked up by name among those that ship, compressed once, told apart by their content."""
+"""The page's static files, gzipped once, each with an ETag of its content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INDEX = "index.html"
 
 
 class Asset(msgspec.Struct, frozen=True):
-    """One file as it is sent."""
+    """One file, ready to send."""
 
     written: float
     plain: bytes
@@ -43,19 +43,19 @@ class Asset(msgspec.Struct, frozen=True):
 
 
 class Static:
-    """The files below the package's static folder."""
+    """The files in the package's static folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(str(resources.files("oomph.web"))) / "static"
         self._kept: dict[str, Asset] = {}
 
     def names(self) -> list[str]:
-        """Every file, by its path below the folder."""
+        """The path of every file, relative to the folder."""
         files = (path for path in self._folder.rglob("*") if path.is_file() and path.suffix in TYPES)
         return sorted(path.relative_to(self._folder).as_posix() for path in files)
 
     def serve(self, name: str, headers: Headers) -> Response:
-        """The file of that name. A name is looked up among the files there are, never joined to a path."""
+        """The reply with the file of that name. The name is looked up in the list of files, never joined to a path."""
         asset = self._asset(name)
         if asset is None:
             return refuse(404, "path", "there is no such file", name)

@@ -1,17 +1,19 @@
-"""One step's memory over time, small enough to send: a few hundred points, and what is alive at the peak."""
+"""Memory over one step for the page: a few hundred points, and what is alive at the peak."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 
+from oomph.errors import InputError, Problem
 from oomph.planning.plan import Plan
 from oomph.predict.memory import CUDA_ROUNDING_BYTES, Peak
 from oomph.report.timeline import step_with
-from oomph.step.ops import Kind, Op, Step
+from oomph.step.ops import Buffer, Kind, Op, Step
 from oomph.units import mib
 
 POINTS = 320
@@ -37,6 +39,14 @@ class TimelinePeak(msgspec.Struct, frozen=True):
     holders: list[PeakHolder]
 
 
+class Moment(msgspec.Struct, frozen=True):
+    """What is alive while one operation runs."""
+
+    op: str
+    bytes: int
+    holders: list[PeakHolder]
+
+
 class TimelinePhase(msgspec.Struct, frozen=True):
     """A part of the step, from one operation to another."""
 
@@ -57,11 +67,11 @@ class StepTimeline(msgspec.Struct, frozen=True):
 
 
 def timeline_of(plan: Plan) -> StepTimeline:
-    """The memory over the step that has the peak."""
+    """The timeline of the step with the peak."""
     return _timeline(plan.steps, plan.memory.peak, 1 if plan.device.kind == "cpu" else CUDA_ROUNDING_BYTES)
 
 
-@lru_cache(maxsize=4)  # another card or price changes nothing of it
+@lru_cache(maxsize=4)  # it does not depend on the card or on prices
 def _timeline(steps: tuple[Step, ...], peak: Peak, rounding: int) -> StepTimeline:
     step = step_with(peak, steps)
     points = _points(step, rounding)
@@ -77,16 +87,33 @@ def _timeline(steps: tuple[Step, ...], peak: Peak, rounding: int) -> StepTimelin
         points=[(point.at, point.total) for point in points],
         ops=[f"{point.op.phase.value}: {point.op.name}" for point in points],
         kinds={kind.value: column for kind, column in kinds.items() if any(column)},
-        peak=TimelinePeak(index, peak.allocated_bytes, peak.op.name, peak.at, holders(peak)),
+        peak=TimelinePeak(index, peak.allocated_bytes, peak.op.name, peak.at, holders(peak.live)),
         phases=phases,
         length=before,
     )
 
 
-def holders(peak: Peak) -> list[PeakHolder]:
-    """What is alive at the peak, the same buffer of every layer taken together, the largest first."""
+def moment(plan: Plan, index: int) -> Moment:
+    """What is alive during that operation of the step with the peak. Raises `InputError` if there is no such one."""
+    rounding = 1 if plan.device.kind == "cpu" else CUDA_ROUNDING_BYTES
+    step = step_with(plan.memory.peak, plan.steps)
+    live = {id(buffer): buffer for buffer in step.resident}
+    ops = [op for section in step.sections for op in section.ops]
+    if index >= len(ops):
+        raise InputError(Problem("at", "beyond the step's last operation", str(index), f"0 to {len(ops) - 1}"))
+    for op in ops[: index + 1]:
+        live.update((id(buffer), buffer) for buffer in op.allocates)
+        if op is not ops[index]:
+            for buffer in op.frees:
+                live.pop(id(buffer), None)
+    total = sum(-(-buffer.bytes // rounding) * rounding for buffer in live.values())
+    return Moment(f"{ops[index].phase.value}: {ops[index].name}", total, holders(live.values()))
+
+
+def holders(live: Iterable[Buffer]) -> list[PeakHolder]:
+    """What is alive, largest first; the same buffer of every layer is one entry."""
     sizes: dict[str, tuple[int, int]] = {}
-    for buffer in peak.live:
+    for buffer in live:
         name = _BLOCK.sub(".*.", buffer.name, count=1)
         size, count = sizes.get(name, (0, 0))
         sizes[name] = (size + buffer.bytes, count + 1)
@@ -95,14 +122,14 @@ def holders(peak: Peak) -> list[PeakHolder]:
 
 
 class _Point(NamedTuple):
-    at: int  # which operation of the step
+    at: int  # the operation's index in the step
     total: int  # bytes, each buffer rounded up
     op: Op
     kinds: list[int]  # bytes of each kind, in the order of `Kind`
 
 
 def _points(step: Step, rounding: int) -> list[_Point]:
-    """In one pass, the fullest operation of each bucket; the first of several equal ones, as a peak is."""
+    """The operation with most memory of each bucket, in one pass; of equal ones the first, as for the peak."""
     length = sum(len(section.ops) for section in step.sections)
     now = dict.fromkeys(Kind, 0)
     total = 0

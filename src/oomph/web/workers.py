@@ -1,5 +1,5 @@
-"""Processes beside the server: workers that answer questions, and one that measures this CPU. The server's own loop
-never computes, and a question that takes too long, or that nobody waits for any more, is ended with its worker."""
+"""Processes beside the server: workers that answer questions, and one that measures this CPU. The server's event loop
+never computes. A question that takes too long, or whose client has disconnected, is stopped by killing its worker."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Literal
 
 from oomph.data.workers import exit_with_parent
 from oomph.devices.cpu_rates import child_environment
 from oomph.web.answers import PARTS, Answer, answer, join_plans
 
-MAX_WAITING = 512  # questions in line; further ones are refused
-GRACE_S = 0.3  # for a worker to finish what nobody waits for: enough for a plan, not for a search
-MAX_MEMORY_BYTES = 16 * 2**30  # of a worker's address space: an absurd question must not fill the machine
-WARM_UP = b'{"gpu": "RTX 4070", "set": {"n_layer": 1}}'  # a small plan loads everything a plan needs
+MAX_WAITING = 512  # questions in the queue; more are refused
+GRACE_S = 0.3  # for a worker to finish after its client has disconnected: enough for a plan, not for a search
+MAX_MEMORY_BYTES = 16 * 2**30  # address space of a worker, so that an absurd question cannot fill the machine
+WARM_UP = b'{"gpu": "RTX 4070", "set": {"n_layer": 1}}'  # a small plan, which imports all that plans need
+
+# Roles of workers. Plans are quick and always have workers of their own. A search may be cancelled, which kills its
+# worker. The reader of runs keeps what it has read, and runs at lower priority.
+Role = Literal["planner", "searcher", "reader"]
+NICENESS: dict[Role, int] = {"planner": 0, "searcher": 0, "reader": 10}
 
 
 class TooBusyError(Exception):
@@ -32,29 +38,30 @@ class TooLongError(Exception):
 
 
 class WorkerDiedError(Exception):
-    """The process that worked on the answer ended."""
+    """The worker process ended before it answered."""
 
 
 class Worker:
     """One process, replaced when it dies or is killed.
 
-    A pipe of its own, not an executor: an executor waits for ever for the rest of an answer in the middle of which its
-    process was killed. Of this pipe nobody else has the far end, so that it breaks when the process ends.
+    Each has its own pipe, which breaks when the process ends. Not `ProcessPoolExecutor`: its workers share one pipe,
+    and killing one in the middle of an answer would leave the executor waiting forever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role) -> None:
+        self._role = role
         self._start()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, far_end = context.Pipe()
-        self._process = context.Process(target=_work, args=(far_end,), daemon=True)
+        self._process = context.Process(target=_work, args=(far_end, self._role), daemon=True)
         self._process.start()
         far_end.close()
         self._ready = asyncio.create_task(asyncio.to_thread(self._pipe.recv))
 
     def submit(self, verb: str, body: bytes, runs_folder: str) -> asyncio.Task[Answer]:
-        """The answer to come. It fails with `WorkerDiedError` where the process ends before it."""
+        """A future of the answer. It fails with `WorkerDiedError` if the process ends first."""
         if not self._process.is_alive():
             self._start()
         return asyncio.create_task(self._ask(self._pipe, self._ready, (verb, body, runs_folder)))
@@ -72,7 +79,7 @@ class Worker:
             raise WorkerDiedError from None
 
     async def started(self) -> None:
-        """Return once the process is ready for its first question, or has failed to start."""
+        """Wait until the process is ready for its first question, or has failed to start."""
         await asyncio.wait({self._ready})
 
     def replace(self) -> None:
@@ -81,29 +88,32 @@ class Worker:
         self._start()
 
     async def close(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait until it has ended."""
         self._process.kill()
         await asyncio.gather(self._ready, return_exceptions=True)
         await asyncio.to_thread(self._process.join)
 
 
-def _work(pipe: Connection) -> None:
-    """Run in each worker: say when it is ready, then answer one question after another until the server is gone."""
-    _set_up_worker()
+def _work(pipe: Connection, role: Role) -> None:
+    """The worker's main function: report ready, then answer questions until the server is gone."""
+    _set_up_worker(role)
     with contextlib.suppress(EOFError, OSError):
         pipe.send(None)
         while True:
             pipe.send(answer(*pipe.recv()))
 
 
-def _set_up_worker() -> None:
-    """Run in each worker before its first question."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends its workers
-    sys.stdout = sys.stderr  # the server's output is its address
+def _set_up_worker(role: Role) -> None:
+    """Set up the worker process before its first question."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then ends its workers
+    sys.stdout = sys.stderr  # the server prints only its address to stdout
     threading.Thread(target=exit_with_parent, daemon=True).start()
     _limit_memory()
-    for part in PARTS:
-        answer(part, WARM_UP, "")
+    if hasattr(os, "nice"):
+        os.nice(NICENESS[role])
+    if role == "planner":
+        for part in PARTS:
+            answer(part, WARM_UP, "")
 
 
 def _limit_memory() -> None:
@@ -117,19 +127,18 @@ def _limit_memory() -> None:
 
 
 class WorkerPool:
-    """A few workers and the line before them. Heavy questions leave one worker free for quick ones."""
+    """The workers of one role, and the queue before them."""
 
-    def __init__(self, size: int, runs_folder: str) -> None:
-        self._size, self._runs_folder = size, runs_folder
+    def __init__(self, size: int, runs_folder: str, role: Role = "planner") -> None:
+        self._size, self._runs_folder, self._role = size, runs_folder, role
         self._workers: list[Worker] = []
         self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
-        self._heavy = asyncio.Semaphore(max(1, size - 1))
         self._waiting = 0
         self._releasing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start every worker, so that the first question is as quick as later ones."""
-        self._workers = [Worker() for _ in range(self._size)]
+        """Start every worker now, so that the first question does not have to wait for it."""
+        self._workers = [Worker(self._role) for _ in range(self._size)]
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
@@ -139,17 +148,18 @@ class WorkerPool:
         await asyncio.gather(*self._releasing, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    async def ask(self, verb: str, body: bytes, seconds: float, heavy: bool) -> Answer:
+    async def ask(self, verb: str, body: bytes, seconds: float) -> Answer:
         """The answer to a question. Raises `TooBusyError`, `TooLongError` or `WorkerDiedError`.
 
-        Cancelled, it leaves the line, or its worker is killed unless it is done within a moment.
+        If cancelled, it leaves the queue, or its worker is killed unless it finishes within `GRACE_S`.
         """
         if self._waiting >= MAX_WAITING:
             raise TooBusyError
         self._waiting += 1
+        if not self._workers:
+            await self.start()
         try:
-            async with self._heavy if heavy else contextlib.nullcontext():
-                return await self._ask_next(verb, body, seconds)
+            return await self._ask_next(verb, body, seconds)
         finally:
             self._waiting -= 1
 
@@ -170,9 +180,9 @@ class WorkerPool:
                 task.add_done_callback(self._releasing.discard)
 
     async def _release(self, worker: Worker, answering: asyncio.Task[Answer]) -> None:
-        """Make a worker idle again whose answer nobody waits for: it may finish in a moment, or is replaced.
+        """Make a worker idle again after its client has disconnected: it finishes within `GRACE_S`, or is replaced.
 
-        Not interrupted and kept: what it caches of earlier plans could be left half made.
+        It is not interrupted and kept, because that could leave its caches half written.
         """
         await worker.started()
         await asyncio.wait({answering}, timeout=GRACE_S)
@@ -183,8 +193,8 @@ class WorkerPool:
 
 
 async def ask_plan(pool: WorkerPool, body: bytes, seconds: float) -> Answer:
-    """The answer to a plan question. Each trainer's plan is a question of its own: two workers share them."""
-    asking = [asyncio.create_task(pool.ask(part, body, seconds, False)) for part in PARTS]
+    """The answer to a plan question. The two trainers' plans are computed by two workers at the same time."""
+    asking = [asyncio.create_task(pool.ask(part, body, seconds)) for part in PARTS]
     try:
         asked, other = await asyncio.gather(*asking)
     finally:
@@ -194,14 +204,14 @@ async def ask_plan(pool: WorkerPool, body: bytes, seconds: float) -> Answer:
 
 
 class CpuMeasurement:
-    """This machine's CPU, measured in a process of its own, at most once in a server's life: a machine too busy to be
-    measured is not tried again and again."""
+    """Measures this CPU in a separate process, at most once per server: a machine too busy to be measured is not tried
+    again."""
 
-    # As `oomph plan` without a card does it: the rates go to the user's cache, where the workers find them.
+    # Like `oomph plan` without a card: the rates go to the user's cache, where workers find them.
     COMMAND = "from oomph.devices import detect; detect('cpu')"
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        """`on_end` is called when new rates may be there."""
+        """`on_end` is called when there may be new rates."""
         self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
 
@@ -210,7 +220,7 @@ class CpuMeasurement:
         return self._task is not None and not self._task.done()
 
     def start(self) -> None:
-        """Measure, unless that was done or tried before."""
+        """Start measuring, unless that was done or tried before."""
         if self._task is None:
             self._task = asyncio.create_task(self._measure())
 
@@ -224,7 +234,7 @@ class CpuMeasurement:
             stdout=silent,
             stderr=silent,
             env=child_environment(),
-            start_new_session=True,  # it starts one more, which must end with it
+            start_new_session=True,  # it starts another process, which must be killed with it
         )
         try:
             await process.wait()
@@ -235,7 +245,7 @@ class CpuMeasurement:
                 await process.wait()
 
     async def close(self) -> None:
-        """End it."""
+        """Stop measuring."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

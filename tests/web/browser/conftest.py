@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from browser_helpers import OpenPage
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 from web_helpers import Running
 
+expect.set_options(timeout=20_000)  # of a busy machine; what is there at once passes at once
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",

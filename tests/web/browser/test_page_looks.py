@@ -1,8 +1,9 @@
-"""The page in the dark, from right to left, on a phone, by keyboard, and on the first load."""
+"""The page in the dark, from right to left, on a phone, by keyboard, for a screen reader, and on the first load."""
 
 from __future__ import annotations
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from browser_helpers import TOO_LARGE, OpenPage, overflow, slider, verdict
 from playwright.sync_api import Page, expect
 
@@ -29,31 +30,25 @@ def test_it_is_light_or_dark_as_the_system_is_and_remembers_a_choice(open_page: 
     assert lightness(page) > 200
 
 
-def test_from_right_to_left_everything_changes_sides(open_page: OpenPage) -> None:
-    page = open_page(TOO_LARGE)
-    expect(verdict(page, "nanogpt")).to_be_visible()
-    places = {name: page.locator(name).first.bounding_box() for name in (".brand", ".inputs", ".segment")}
-    page.get_by_role("button", name="Right to left").click()
-    for name, before in places.items():
-        after = page.locator(name).first.bounding_box()
+def test_in_a_language_from_right_to_left_everything_changes_sides(open_page: OpenPage) -> None:
+    page, turned = open_page(TOO_LARGE), open_page(TOO_LARGE, locale="ar")
+    for each in (page, turned):
+        expect(verdict(each, "nanogpt")).to_be_visible()
+    for name in (".brand", ".inputs", ".segment"):
+        before, after = (each.locator(name).first.bounding_box() for each in (page, turned))
         assert before and after
         assert after["x"] + after["width"] == pytest.approx(1280 - before["x"], abs=2), name
-    assert overflow(page) == 0
-    chart = page.locator(".timeline svg").evaluate("node => getComputedStyle(node).direction")
+    assert overflow(turned) == 0
+    chart = turned.locator(".timeline svg").evaluate("node => getComputedStyle(node).direction")
     assert chart == "ltr"  # time runs as the figures are written
-
-
-def test_from_right_to_left_a_slider_grows_to_the_left(open_page: OpenPage) -> None:
-    page = open_page(TOO_LARGE, search="?dir=rtl")
-    expect(verdict(page, "nanogpt")).to_contain_text("does not fit")
-    slider(page, "batch_size").press("ArrowRight")
-    expect(verdict(page, "nanogpt").locator(".word")).to_have_text("✓fits")
+    slider(turned, "batch_size").press("ArrowRight")  # it grows to the left
+    expect(verdict(turned, "nanogpt").locator(".word")).to_have_text("✓fits")
 
 
 @pytest.mark.parametrize("hash_", TABS)
-@pytest.mark.parametrize("search", ["", "?dir=rtl"])
-def test_nothing_is_wider_than_a_phone(open_page: OpenPage, hash_: str, search: str) -> None:
-    page = open_page(hash_, search=search, **PHONE)
+@pytest.mark.parametrize("locale", ["en", "he"])
+def test_nothing_is_wider_than_a_phone(open_page: OpenPage, hash_: str, locale: str) -> None:
+    page = open_page(hash_, locale=locale, **PHONE)
     page.locator(DONE).first.wait_for(timeout=60_000)
     assert overflow(page) == 0
 
@@ -82,13 +77,22 @@ def test_the_keyboard_alone_reaches_everything(open_page: OpenPage) -> None:
     assert wanted | {"verdict", "timeline", "copy"} <= reached
 
 
-def test_inputs_and_pictures_have_names(open_page: OpenPage) -> None:
-    page = open_page(TOO_LARGE)
-    expect(verdict(page, "nanogpt")).to_be_visible()
-    nameless = page.evaluate("""() => [...document.querySelectorAll("input, select, textarea, button, [role=img]")]
-        .filter(node => !node.labels?.length && !node.getAttribute("aria-label") && !node.textContent.trim())
-        .map(node => node.outerHTML)""")
-    assert nameless == []
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(open_page: OpenPage, scheme: str) -> None:
+    """The rules of axe-core: names, roles, contrast, landmarks, headings."""
+    found = {}
+    page = open_page("#plan", color_scheme=scheme, reduced_motion="reduce")
+    for hash_ in (TOO_LARGE, *TABS[1:]):
+        page.goto(f"{page.url.partition('#')[0]}{hash_}")
+        if hash_ == "#explain":
+            page.get_by_role("button", name="an example").click()
+            page.locator(".finding").first.wait_for()
+        page.locator(DONE).first.wait_for(timeout=60_000)
+        expect(page.locator("[aria-busy=true]")).to_have_count(0, timeout=60_000)
+        found[hash_] = [
+            (rule["id"], [node["target"] for node in rule["nodes"]]) for rule in Axe().run(page).response["violations"]
+        ]
+    assert {hash_: rules for hash_, rules in found.items() if rules} == {}
 
 
 def test_the_first_load_is_small(open_page: OpenPage) -> None:

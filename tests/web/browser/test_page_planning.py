@@ -161,7 +161,7 @@ def test_the_command_below_a_fit_is_the_question_that_was_asked(open_page: OpenP
     page = open_page("#fit?preset=gpt2&gpu=RTX+4070&batch_size=1&gradient_accumulation_steps=2&step_ms=100")
     said = page.locator(".fit .command code")
     keys = "--batch_size=1 --gradient_accumulation_steps=2"
-    expect(said).to_have_text(f'oomph fit gpt2 --gpu "RTX 4070" {keys}', timeout=60_000)
+    expect(said).to_have_text(f'oomph fit gpt2 --gpu "RTX 4070" {keys}', timeout=120_000)
     page.get_by_label("the largest model").check()
     expect(said).to_have_text(f'oomph fit gpt2 --gpu "RTX 4070" --largest {keys}', timeout=120_000)
     page.get_by_label("from a budget").check()
@@ -275,24 +275,144 @@ def test_the_timeline_is_read_by_pointer_and_by_keys(open_page: OpenPage) -> Non
     expect(page.locator(".tip .tip-title")).to_contain_text("loss")
 
 
-def test_fit_is_sorted_and_a_row_is_taken_over_and_downloaded(open_page: OpenPage, tmp_path: Path) -> None:
+def test_fit_is_sorted_and_a_row_is_downloaded_and_applied(open_page: OpenPage, tmp_path: Path) -> None:
     page = open_page(TOO_LARGE.replace("plan", "fit"))
     best = page.locator(".options tr.best")
-    expect(best).to_contain_text("best", timeout=60_000)
+    expect(best).to_contain_text("best", timeout=120_000)
+    expect(page.locator(".scatter circle:not(.legend circle)")).to_have_count(
+        page.locator(".options tr[data-rank]").count()
+    )
     page.get_by_role("button", name="Memory, MiB").click()
     figures = [int(text.replace(",", "")) for text in page.locator(".options td.memory").all_inner_texts()]
     assert len(figures) > 5 and figures == sorted(figures)
     need = best.locator("td.memory").inner_text()
     with page.expect_download() as caught:
-        best.click()
+        page.get_by_role("button", name="Download").click()  # the best one stands open
     saved = tmp_path / caught.value.suggested_filename
     caught.value.save_as(saved)
     assert f"{oomph.plan(saved, 'RTX 4070').memory.total_mib:,.0f}" == need
+    page.get_by_role("button", name="Apply").click()
     expect(page).to_have_title("Plan · oomph")
     expect(page.locator(".verdict.chosen")).to_contain_text(need)
     expect(page.locator(".verdict.chosen")).to_contain_text("fits")
-    page.get_by_role("button", name="undo").click()
+    page.go_back()
+    expect(page).to_have_title("Fit · oomph")
+    expect(best).to_contain_text("best", timeout=120_000)
+
+
+def test_back_and_forward_show_what_the_address_says(open_page: OpenPage) -> None:
+    page = open_page(TOO_LARGE)
+    kept = {"gradient_accumulation_steps": 32}
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(batch_size=16, **kept))
+    page.get_by_label("keep the batch").uncheck()
+    for size in ("8", "4"):
+        exact(page, "batch_size").fill(size)
+        exact(page, "batch_size").press("Enter")
+        page.wait_for_url(re.compile(f"batch_size={size}&"))
+    page.get_by_role("link", name="Runs").click()
+    expect(page.locator(".run-list")).to_be_visible()
+    page.go_back()
+    for move, size in ((page.go_back, "8"), (page.go_back, "16"), (page.go_forward, "8"), (page.go_forward, "4")):
+        move()
+        expect(exact(page, "batch_size")).to_have_value(size)
+        expect(verdict(page, "nanogpt")).to_contain_text(needed(batch_size=int(size), **kept))
+        assert f"batch_size={size}" in page.url
+
+
+def test_a_drag_of_a_slider_is_one_step_back(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070&n_layer=2")
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(n_layer=2))
+    entries = page.evaluate("history.length")
+    box = slider(page, "block_size").bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.73 * box["width"], middle)
+    page.mouse.down()
+    for part in (0.6, 0.4, 0.2):
+        page.mouse.move(box["x"] + part * box["width"], middle)
+        page.wait_for_timeout(300)  # long enough for the address to follow
+    page.mouse.up()
+    page.wait_for_url(re.compile("block_size="))
+    assert page.evaluate("history.length") == entries + 1
+    page.go_back()
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(n_layer=2))
+
+
+def test_an_answer_under_way_dims_the_old_one_and_can_be_cancelled(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070&n_layer=2")
+    results = page.locator(".results")
+    expect(results).to_have_attribute("aria-busy", "false")
+    page.route("**/api/plan", lambda _: None)  # which never answers
+    exact(page, "n_layer").fill("3")
+    exact(page, "n_layer").press("Enter")
+    expect(results).to_have_attribute("aria-busy", "true")
+    expect(page.locator(".results.stale .verdict")).to_have_count(2)
+    page.locator(".results").get_by_role("button", name="cancel").click()
+    expect(page.locator(".verdict")).to_have_count(0)
+    page.unroute("**/api/plan")
+    page.get_by_role("button", name="Plan it").click()
+    expect(verdict(page, "nanogpt")).to_contain_text(needed(n_layer=3))
+
+
+def test_what_would_fit_is_a_click_away_and_undone_by_back(open_page: OpenPage) -> None:
+    page = open_page(TOO_LARGE)
+    fixes = page.locator(".fixes li")
+    expect(fixes).to_have_count(3, timeout=120_000)
+    fixes.first.get_by_role("button").click()
+    expect(page.locator(".verdict.chosen")).to_contain_text("fits")
+    expect(page.locator(".fixes")).to_have_count(0)
+    page.wait_for_url(lambda url: not url.endswith(TOO_LARGE))
+    page.go_back()
     expect(verdict(page, "nanogpt")).to_contain_text("does not fit")
+
+
+def test_a_click_on_the_timeline_tells_what_is_alive_then(open_page: OpenPage) -> None:
+    page = open_page(TOO_LARGE)
+    held = page.locator("section", has=page.get_by_role("heading", name="Held at"))
+    expect(held).to_contain_text("loss")
+    page.locator(".timeline svg").click(position={"x": 80, "y": 150})
+    expect(held).to_contain_text("moment you clicked")
+    expect(held.locator("tbody tr").first).to_be_visible()
+    page.get_by_role("button", name="the peak again").click()
+    expect(held).to_contain_text("Held at the peak")
+
+
+def test_the_picture_and_the_snapshot_are_files(open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page("#plan?preset=gpt2&gpu=RTX+4070&n_layer=2")
+    starts = {"picture (SVG)": b"<svg", "memory snapshot": b"\x80"}
+    for name, start in starts.items():
+        with page.expect_download() as caught:
+            page.get_by_role("button", name=name).click()
+        caught.value.save_as(tmp_path / "file")
+        assert (tmp_path / "file").read_bytes().startswith(start)
+
+
+def test_a_card_may_be_given_by_its_numbers(open_page: OpenPage) -> None:
+    page = open_page("#plan?preset=gpt2&n_layer=2")
+    page.get_by_text("By its own numbers").click()
+    exact(page, "gpu_mib").fill("3000")
+    exact(page, "gpu_mib").press("Enter")
+    expect(page.locator(".card-line")).to_contain_text("custom GPU: 2,700 MiB")  # what its driver leaves
+
+
+def test_explain_asks_for_exactly_what_is_missing_and_takes_a_config(open_page: OpenPage) -> None:
+    page = open_page("#explain")
+    page.get_by_placeholder("paste here").fill(
+        "iter 10: loss 3.2, time 310.00ms, mfu 30.1%\niter 20: loss 3.1, time 310.00ms"
+    )
+    page.get_by_role("button", name="Explain", exact=True).click()
+    expect(page.locator(".missing #missing-n_embd")).to_be_visible(timeout=120_000)
+    page.get_by_label("The config that the run had").set_input_files(
+        {
+            "name": "run.py",
+            "mimeType": "text/plain",
+            "buffer": b"n_layer = 2\nn_head = 2\nn_embd = 64\nbatch_size = 4\n",
+        }
+    )
+    expect(page.locator(".report")).to_contain_text("n_embd")
+    expect(page.locator(".missing #missing-n_embd")).to_have_count(0)
+    page.get_by_placeholder("paste here").fill("another text")
+    expect(page.locator(".stale .report")).to_have_count(1)
 
 
 def test_an_out_of_memory_message_is_explained_and_leads_to_a_plan(open_page: OpenPage) -> None:
@@ -300,7 +420,7 @@ def test_an_out_of_memory_message_is_explained_and_leads_to_a_plan(open_page: Op
     page.get_by_placeholder("paste here").fill((EXAMPLES / "out_of_memory.log").read_text())
     page.get_by_label("Card, where").fill("RTX 4070")
     page.get_by_role("button", name="Explain", exact=True).click()
-    expect(page.locator(".finding.error")).to_contain_text("The card ran out of memory", timeout=60_000)
+    expect(page.locator(".finding.error")).to_contain_text("The card ran out of memory", timeout=120_000)
     expect(page.locator(".options tbody tr").first).to_be_visible()
     page.get_by_role("button", name="Open in Plan").click()
     keys = {"batch_size": 16, "gradient_accumulation_steps": 32}

@@ -91,6 +91,82 @@ def test_a_run_that_had_stopped_grows_again_when_it_goes_on(open_page: OpenPage,
         page.close()
 
 
+def test_seven_live_runs_in_two_tabs_leave_the_site_answering(open_page: OpenPage, tmp_path: Path) -> None:
+    names = [f"run{number}" for number in range(7)]
+    paths = [write_run(tmp_path, 3, name=name) for name in names]
+    with running(tmp_path) as server:
+        page = open_page(f"#runs?{'&'.join(f'run={name}' for name in names)}", url=server.url)
+        page.locator(".plot canvas").first.wait_for()
+        other = page.context.new_page()
+        other.goto(f"{server.url}/#runs?run=run3")
+        expect(other.locator(".run-head .state")).to_have_text("running")
+        legend = page.locator(".plot").first.locator(".legend")
+        for path in paths:
+            add_steps(path, 3, 5)
+        expect(other.locator(".run-head")).to_have_attribute("data-step", "5")
+        for name in names:
+            expect(legend).to_contain_text(f"{name} 2.0000")  # the loss of step 4
+        other.goto(f"{server.url}/#plan?preset=gpt2&gpu=RTX+4070&n_layer=2")
+        expect(other.locator(".verdict")).to_have_count(2)
+        other.close()
+        page.close()
+
+
+def test_a_run_that_became_nan_is_shown_as_failed_with_its_reason(open_page: OpenPage, tmp_path: Path) -> None:
+    path = write_run(tmp_path, 5)
+    with running(tmp_path) as server:
+        page = open_page("#runs?run=a", url=server.url)
+        expect(page.locator(".run-head .state")).to_have_text("running")
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 5, "event": "spike", "reason": "the loss is 9.1"}) + "\n")
+            file.write(json.dumps({"step": 5, "event": "not finite", "reason": "the loss is nan"}) + "\n")
+        expect(page.locator(".run-head .state")).to_have_text("failed")
+        expect(page.locator(".alarms .problem")).to_contain_text("the loss is nan")
+        expect(page.locator(".alarms summary")).to_contain_text("2 alarms")
+        expect(page.locator("[data-run=a] .state")).to_have_text("failed")
+        page.close()
+
+
+def test_a_zoom_stays_while_the_run_grows(open_page: OpenPage, tmp_path: Path) -> None:
+    path = write_run(tmp_path, 30)
+    with running(tmp_path) as server:
+        page = open_page("#runs?run=a", url=server.url)
+        chart = page.locator(".plot").first.locator(".u-over")
+        box = chart.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 50, steps=4)
+        page.mouse.up()
+
+        def last_in_sight() -> float:
+            chart.hover(position={"x": box["width"] - 2, "y": 50})
+            return float(page.locator(".plot").first.locator(".where").inner_text().removeprefix("step "))
+
+        assert 12 <= last_in_sight() <= 17
+        add_steps(path, 30, 60)
+        expect(page.locator(".run-head")).to_have_attribute("data-step", "60")
+        assert 12 <= last_in_sight() <= 17
+        chart.dblclick()
+        assert last_in_sight() >= 57
+        page.close()
+
+
+def test_step_throughput_and_time_left_are_of_the_same_steps(open_page: OpenPage, tmp_path: Path) -> None:
+    path = write_run(tmp_path, 0)
+    lines = [{"step": step, "tokens": 1000 * (step + 1), "loss": 1.0} for step in range(50)]
+    for line in lines:
+        line |= {"step_ms": 100.0 if line["step"] < 40 else 500.0}  # the last ten are slow
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with running(tmp_path) as server:
+        page = open_page("#runs?run=a", url=server.url)
+        tiles = page.locator(".tiles")
+        expect(tiles).to_contain_text("300 ms")  # of the last twenty
+        expect(tiles).to_contain_text("3,333")
+        expect(tiles).to_contain_text("4.75 min")  # 950 steps of 300 ms
+        page.close()
+
+
 def test_a_server_that_comes_back_is_believed(open_page: OpenPage, tmp_path: Path) -> None:
     write_run(tmp_path, 5, finished=True)
     with running(tmp_path) as server:

@@ -15,14 +15,14 @@ from oomph.units import MIB
 BLOCK_BYTES = 512  # kMinBlockSize: every size is rounded up to a multiple of it
 SMALL_BYTES = 1 * MIB  # kSmallSize: requests up to here live in the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
-LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size: what a request below 10 MiB is cut from
-OWN_SEGMENT_FROM_BYTES = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own
+LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size: requests below 10 MiB share such segments
+OWN_SEGMENT_FROM_BYTES = 10 * MIB  # kMinLargeAlloc: larger requests get their own segment
 SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
 
 ADDRESS_BITS = 72  # a free block's key is its size above its address, so that keys sort by (size, address)
 
 ALLOCATED = 0  # `MemoryBlock.key` of a block in use
-UNMAPPED = -1  # of address space in an expandable segment without memory behind it
+UNMAPPED = -1  # key of unmapped address space in an expandable segment
 
 
 class MemoryBlock:
@@ -40,7 +40,7 @@ class MemoryBlock:
         self.key = ALLOCATED  # while the block is free: positive, its sort key in the pool
 
     def chain(self) -> Iterator[MemoryBlock]:
-        """This block and those after it in its segment."""
+        """This block and the later ones of its segment."""
         block: MemoryBlock | None = self
         while block is not None:
             yield block

@@ -1,9 +1,9 @@
 """PyTorch's CUDA caching allocator, simulated: from what a program allocates to what it reserves.
 
-Follows `c10/cuda/CUDACachingAllocator.cpp` for one stream: best fit over the free blocks of a small and
-a large pool, splitting, merging, and emptying the cache on a full card. Two simplifications: memory fragments only
-inside segments, since the driver maps pages anywhere, and new segments get rising addresses, which only decides between
-free blocks of equal size.
+Follows `c10/cuda/CUDACachingAllocator.cpp`: best fit over the free blocks of a small and a large pool per stream,
+splitting, merging, and emptying the cache when the card is full. Two simplifications: memory fragments
+only within segments, since the driver maps pages anywhere; and new segments get rising addresses, which only decides
+between free blocks of equal size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OutOfMemoryError(Exception):
 
     def __init__(self, tried_bytes: int, free_bytes: int) -> None:
         self.tried_bytes = tried_bytes  # PyTorch's "Tried to allocate": rounded up to the segment it wanted
-        self.free_bytes = free_bytes  # of the capacity, what is not reserved
+        self.free_bytes = free_bytes  # the part of the capacity that is not reserved
         super().__init__(f"tried to allocate {tried_bytes:,} bytes with {free_bytes:,} free")
 
 
@@ -44,6 +44,7 @@ class CachingAllocator:
     __slots__ = (
         "allocated_bytes",
         "capacity_bytes",
+        "deferred",
         "expandable_segments",
         "large",
         "next_address",
@@ -52,6 +53,7 @@ class CachingAllocator:
         "reserved_bytes",
         "retries",
         "small",
+        "streams",
     )
 
     def __init__(self, capacity_bytes: int | None = None, expandable_segments: bool = False) -> None:
@@ -62,10 +64,19 @@ class CachingAllocator:
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self.retries = 0  # num_alloc_retries: how often the cache had to be emptied for a request
-        large_rest_bytes = BLOCK_BYTES if expandable_segments else SMALL_BYTES + 1
-        self.small = BlockPool("small", BLOCK_BYTES, SMALL_SEGMENT_BYTES)
-        self.large = BlockPool("large", large_rest_bytes, LARGE_SEGMENT_BYTES)
+        self.streams: dict[int, tuple[BlockPool, BlockPool]] = {}
         self.next_address = FIRST_ADDRESS
+        self.deferred: list[tuple[int, MemoryBlock, bool]] = []  # freed, but possibly still in use by another stream
+        self.enter(0)
+
+    def enter(self, stream: int) -> None:
+        """Make the following requests and frees this stream's."""
+        pools = self.streams.get(stream)
+        if pools is None:
+            large_rest_bytes = BLOCK_BYTES if self.expandable_segments else SMALL_BYTES + 1
+            small = BlockPool("small", BLOCK_BYTES, SMALL_SEGMENT_BYTES)
+            pools = self.streams[stream] = (small, BlockPool("large", large_rest_bytes, LARGE_SEGMENT_BYTES))
+        self.small, self.large = pools
 
     def allocate(self, requested_bytes: int) -> MemoryBlock:
         """The block that serves a request. Raises OutOfMemoryError. An empty request takes no memory."""
@@ -146,9 +157,32 @@ class CachingAllocator:
             keys.insert(at, key)
             blocks.insert(at, block)
 
+    def free_later(self, block: MemoryBlock, stream: int, marks: bool) -> None:
+        """Free a block that another stream uses too: it counts as free, but is reused only after `catch_up`.
+
+        `marks`: the program waits for its event (FSDP's _FreeEventQueue).
+        """
+        self.allocated_bytes -= block.size
+        self.deferred.append((stream, block, marks))
+
+    def catch_up(self, left: int) -> None:
+        """Make deferred blocks reusable, up to all but the last `left` of those with `marks`."""
+        marks = [at for at, (_, _, marked) in enumerate(self.deferred) if marked]
+        until = marks[-left - 1] + 1 if len(marks) > left else 0
+        self._reuse(until)
+
+    def _reuse(self, until: int) -> None:
+        done, self.deferred = self.deferred[:until], self.deferred[until:]
+        for stream, block, _ in done:
+            self.allocated_bytes += block.size
+            self.enter(stream)
+            self.free(block)
+        self.enter(0)
+
     def empty_cache(self) -> None:
         """Return unused memory to the driver: whole segments, or whole pages of expandable ones."""
-        for pool in (self.large, self.small):
+        self._reuse(len(self.deferred))  # it synchronizes all streams first
+        for pool in [pool for small, large in self.streams.values() for pool in (large, small)]:
             if self.expandable_segments:
                 expandable.release_pages(self, pool)
                 continue
@@ -163,7 +197,7 @@ class CachingAllocator:
         return self.small if size_bytes <= SMALL_BYTES else self.large
 
     def take_from_driver(self, size_bytes: int) -> bool:
-        """Reserve that much more. Returns whether the card has it."""
+        """Reserve `size_bytes` more. Returns whether the card has them."""
         reserved = self.reserved_bytes + size_bytes
         if self.capacity_bytes is not None and reserved > self.capacity_bytes:
             return False
@@ -184,10 +218,12 @@ class CachingAllocator:
         """Called for each segment or range of pages returned to the driver; recorders override it."""
 
     def _obtain(self, pool: BlockPool, size: int) -> int:
-        """Get a block from the driver, if need be after emptying the cache. Returns its index in the pool."""
+        """Get a block from the driver, emptying the cache if necessary. Returns its index in the pool."""
         block = self._ask_driver(pool, size)
         if block is None:
+            small, large = self.small, self.large
             self.empty_cache()
+            self.small, self.large = small, large
             self.retries += 1
             block = self._ask_driver(pool, size)
         if block is None:
@@ -196,7 +232,7 @@ class CachingAllocator:
         return bisect_left(pool.keys, block.key)
 
     def _ask_driver(self, pool: BlockPool, size: int) -> MemoryBlock | None:
-        """A free block of at least `size` bytes from newly reserved memory; None where the card is full."""
+        """A free block of at least `size` bytes from newly reserved memory; None if the card is full."""
         if self.expandable_segments:
             return expandable.grow(self, pool, size)
         wanted_bytes = segment_bytes(size)

@@ -15,11 +15,11 @@ from oomph.predict.allocator.blocks import ALLOCATED, UNMAPPED, BlockPool, Memor
 if TYPE_CHECKING:
     from oomph.predict.allocator.caching import CachingAllocator
 
-UNBOUNDED_SPACE_BYTES = 2**44  # address space of a segment where no capacity is given
+UNBOUNDED_SPACE_BYTES = 2**44  # address space of a segment if no capacity is given
 
 
 def best_fit(pool: BlockPool, at: int) -> int:
-    """The index of the best fit; `at` is that of the smallest free block that is large enough.
+    """The index of the best fit; `at` is the smallest free block that is large enough.
 
     A block followed by unmapped space counts as large as it could grow, so that it is used last.
     """
@@ -34,7 +34,7 @@ def best_fit(pool: BlockPool, at: int) -> int:
 
 
 def grow(allocator: CachingAllocator, pool: BlockPool, size: int) -> MemoryBlock | None:
-    """Map pages at the lowest address where `size` bytes fit. Returns the block; None where the card is full.
+    """Map pages at the lowest address where `size` bytes fit. Returns the block; None if the card is full.
 
     Pages mapped before the card ran out stay mapped, as they do in PyTorch.
     """
@@ -49,12 +49,12 @@ def grow(allocator: CachingAllocator, pool: BlockPool, size: int) -> MemoryBlock
             raise RuntimeError("an expandable segment ended inside the room that was found in it")
         if not _map(allocator, pool, behind, min(behind.size, size - block.size)):
             return None
-        block = behind  # it took in the free block before it
+        block = behind  # it absorbed the free block before it
     return block
 
 
 def release_pages(allocator: CachingAllocator, pool: BlockPool) -> None:
-    """Unmap every page that no allocated block touches, and drop segments that are empty then."""
+    """Unmap every page that no allocated block touches, and drop segments that become empty."""
     for block in list(pool.blocks):
         _unmap(allocator, pool, block)
         if block.key == UNMAPPED and block.prev is None and block.next is None:
@@ -155,7 +155,7 @@ def _insert_unmapped(pool: BlockPool, block: MemoryBlock) -> None:
 
 
 def _absorb(block: MemoryBlock, neighbour: MemoryBlock) -> None:
-    """Let a block take in the one directly before or after it."""
+    """Merge the block directly before or after this one into it."""
     if neighbour is block.prev:
         block.address = neighbour.address
         block.prev = neighbour.prev

@@ -1,4 +1,4 @@
-"""A list of operations run through the caching allocator: what is reserved, or every event for a memory snapshot."""
+"""Runs a list of operations through the caching allocator: what is reserved, or every event for a memory snapshot."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import msgspec
 
 from oomph.predict.allocator.blocks import ALLOCATED, UNMAPPED, MemoryBlock
 from oomph.predict.allocator.caching import CachingAllocator, OutOfMemoryError
-from oomph.step.ops import Buffer, Step
-from oomph.step.snapshot.write import Cause, Event, PlacedBlock, PlacedSegment, SnapshotTimeline
+from oomph.step.ops import Buffer, Kind, Step
+from oomph.step.snapshot.write import Event, Origin, PlacedBlock, PlacedSegment, SnapshotTimeline
+
+IN_FLIGHT = 2  # FSDP1's limit_all_gathers: how many gathered units the host may be ahead by (_limiter_utils.py)
 
 
 class Reserved(msgspec.Struct, frozen=True):
@@ -26,7 +28,7 @@ class Reserved(msgspec.Struct, frozen=True):
 def reserve(
     steps: Step | Sequence[Step], capacity_bytes: int | None = None, expandable_segments: bool = False
 ) -> Reserved:
-    """What the steps, run one after another, reserve of `capacity_bytes` (None: as much as they like)."""
+    """What the steps reserve of `capacity_bytes` (None: unlimited), run one after another."""
     allocator = CachingAllocator(capacity_bytes, expandable_segments)
     fits = True
     try:
@@ -50,23 +52,50 @@ def _run(steps: Sequence[Step], allocator: CachingAllocator) -> None:
         gone, taken = _hand_over(live, step.resident)
         before, live = live, {}
         for buffer in gone:
-            free(before[buffer])
+            _free(allocator, buffer, before[buffer])
         for buffer in step.resident:
-            live[buffer] = before[taken[buffer]] if buffer in taken else allocate(buffer.bytes)
+            live[buffer] = before[taken[buffer]] if buffer in taken else _allocate(allocator, buffer)
         for section in step.sections:
-            for op in section.ops:
+            for op in section.ops:  # the innermost loop of a plan: buffers of the main stream take the short path
                 for buffer in op.allocates:
-                    live[buffer] = allocate(buffer.bytes)
+                    live[buffer] = _allocate(allocator, buffer) if buffer.stream else allocate(buffer.bytes)
                 for buffer in op.frees:
-                    free(live.pop(buffer))
+                    block = live.pop(buffer)
+                    if buffer.stream:
+                        _free(allocator, buffer, block)
+                    else:
+                        free(block)
+
+
+def _allocate(allocator: CachingAllocator, buffer: Buffer) -> MemoryBlock:
+    if not buffer.stream:
+        return allocator.allocate(buffer.bytes)
+    if buffer.recorded and buffer.kind is Kind.GATHERED:
+        allocator.catch_up(IN_FLIGHT - 1)
+    allocator.enter(buffer.stream)
+    block = allocator.allocate(buffer.bytes)
+    allocator.enter(0)
+    return block
+
+
+def _free(allocator: CachingAllocator, buffer: Buffer, block: MemoryBlock) -> None:
+    if buffer.recorded:
+        allocator.free_later(block, buffer.stream, buffer.kind is Kind.GATHERED)
+        return
+    if not buffer.stream:
+        allocator.free(block)
+        return
+    allocator.enter(buffer.stream)
+    allocator.free(block)
+    allocator.enter(0)
 
 
 def _hand_over(
     live: dict[Buffer, MemoryBlock], resident: Sequence[Buffer]
 ) -> tuple[list[Buffer], dict[Buffer, Buffer]]:
-    """What happens between two steps: the buffers that are freed, and which live buffer each resident one is.
+    """The handover between two steps: the buffers to free, and the live buffer behind each resident one.
 
-    A resident buffer is a live one where it is the same object, or else has the same name and size. Live buffers that
+    A resident buffer is a live one if it is the same object, or else has the same name and size. Live buffers that
     the step does not list are freed, so that it begins with its resident buffers alone.
     """
     taken = {buffer: buffer for buffer in resident if buffer in live}
@@ -89,28 +118,28 @@ def record(
         for step in (steps,) if isinstance(steps, Step) else steps:
             recorder.run(step)
     except OutOfMemoryError as full:
-        recorder.events.append(Event("oom", full.free_bytes, full.tried_bytes, recorder.cause))
+        recorder.events.append(Event("oom", full.free_bytes, full.tried_bytes, recorder.origin))
     return SnapshotTimeline(tuple(recorder.events), tuple(recorder.segments()))
 
 
 class _EventRecorder(CachingAllocator):
     """A caching allocator that records each event with the operation that caused it."""
 
-    __slots__ = ("cause", "causes", "events", "live")
+    __slots__ = ("events", "live", "origin", "origins")
 
     def __init__(self, capacity_bytes: int | None, expandable_segments: bool) -> None:
         super().__init__(capacity_bytes, expandable_segments)
         self.events: list[Event] = []
-        self.cause = Cause()
+        self.origin = Origin()
         self.live: dict[Buffer, MemoryBlock] = {}
-        self.causes: dict[Buffer, Cause] = {}  # of the live buffers
+        self.origins: dict[Buffer, Origin] = {}  # the live buffers'
 
     def run(self, step: Step) -> None:
         self._begin(step.resident)
         for section in step.sections:
             for number, op in enumerate(section.ops, start=1):
                 for buffer in op.allocates:
-                    self._serve(Cause(buffer, section, op, number))
+                    self._serve(Origin(buffer, section, op, number))
                 for buffer in op.frees:
                     self._release(buffer)
 
@@ -120,39 +149,40 @@ class _EventRecorder(CachingAllocator):
             self._release(buffer)
         for buffer in resident:
             if buffer not in taken:
-                self._serve(Cause(buffer))
+                self._serve(Origin(buffer))
             elif (before := taken[buffer]) is not buffer:
-                self.live[buffer], self.causes[buffer] = self.live.pop(before), self.causes.pop(before)
+                self.live[buffer], self.origins[buffer] = self.live.pop(before), self.origins.pop(before)
 
-    def _serve(self, cause: Cause) -> None:
-        self.cause = cause
-        if (buffer := cause.buffer) is None:
+    def _serve(self, origin: Origin) -> None:
+        self.origin = origin
+        if (buffer := origin.buffer) is None:
             return
-        block = self.live[buffer] = self.allocate(buffer.bytes)
-        self.causes[buffer] = cause
+        block = self.live[buffer] = _allocate(self, buffer)
+        self.origins[buffer] = origin
         if block.size:
-            self.events.append(Event("alloc", block.address, buffer.bytes, cause))
+            self.events.append(Event("alloc", block.address, buffer.bytes, origin))
 
     def _release(self, buffer: Buffer) -> None:
-        block, cause = self.live.pop(buffer), self.causes.pop(buffer)
+        block, origin = self.live.pop(buffer), self.origins.pop(buffer)
         if block.size:
-            self.events.append(Event("free", block.address, buffer.bytes, cause))
-        self.free(block)
+            self.events.append(Event("free", block.address, buffer.bytes, origin))
+        _free(self, buffer, block)
 
     def segment_obtained(self, address: int, size_bytes: int) -> None:
         action = "segment_map" if self.expandable_segments else "segment_alloc"
-        self.events.append(Event(action, address, size_bytes, self.cause))
+        self.events.append(Event(action, address, size_bytes, self.origin))
 
     def segment_released(self, address: int, size_bytes: int) -> None:
         action = "segment_unmap" if self.expandable_segments else "segment_free"
-        self.events.append(Event(action, address, size_bytes, self.cause))
+        self.events.append(Event(action, address, size_bytes, self.origin))
 
     def segments(self) -> list[PlacedSegment]:
-        """What is mapped at the end: for an expandable segment, each range of pages without a gap."""
-        causes = {block.address: self.causes[buffer] for buffer, block in self.live.items() if block.size}
-        used = [block for block in self.live.values() if block.size]
+        """The segments mapped at the end; of an expandable segment, each contiguous range of pages."""
+        origins = {block.address: self.origins[buffer] for buffer, block in self.live.items() if block.size}
         placed: list[PlacedSegment] = []
-        for pool in (self.small, self.large):
+        for stream, pool in [(stream, pool) for stream, pools in self.streams.items() for pool in pools]:
+            self.enter(stream)
+            used = [block for buffer, block in self.live.items() if block.size and buffer.stream == stream]
             blocks = [block for block in used if self.pool_of(block.size) is pool] + pool.blocks
             heads = [block for block in blocks if block.prev is None or block.prev.key == UNMAPPED]
             for head in sorted(heads, key=lambda block: block.address):
@@ -160,7 +190,7 @@ class _EventRecorder(CachingAllocator):
                 for block in head.chain():
                     if block.key == UNMAPPED:
                         break
-                    cause = causes[block.address] if block.key == ALLOCATED else None
-                    row.append(PlacedBlock(block.address, block.size, cause))
+                    origin = origins[block.address] if block.key == ALLOCATED else None
+                    row.append(PlacedBlock(block.address, block.size, origin))
                 placed.append(PlacedSegment(pool.name, self.expandable_segments, tuple(row)))
         return placed

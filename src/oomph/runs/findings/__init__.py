@@ -13,6 +13,9 @@ import msgspec
 from oomph.runs.run import Scalar
 
 Severity = Literal["info", "warning", "error"]
+# What a finding rests on: read in the log; following from it by arithmetic or by the plan of the stated settings; or
+# a guess among several possibilities. A guess says "may" or "could", and is never a headline.
+Basis = Literal["read", "follows", "guess"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
@@ -24,6 +27,7 @@ class Finding(msgspec.Struct, frozen=True):
     title: str  # one plain sentence, without a full stop
     text: str  # reasons and figures, in sentences
     numbers: dict[str, Scalar] = msgspec.field(default_factory=dict)
+    basis: Basis = "follows"
 
     @property
     def topic(self) -> str:

@@ -10,9 +10,10 @@ from oomph.runs.findings import Finding, listed, sentences
 from oomph.runs.findings.oom import NUMBER_BYTES
 from oomph.runs.run import Scalar
 from oomph.step.ops import Kind
-from oomph.units import count, mib
+from oomph.units import count, memory_size, mib
 
-FAR = 0.10  # of the prediction; beyond it, the run is not the one that was predicted
+GB_MIB = 1e9 / 2**20
+FAR = 0.10  # share of the prediction; a larger difference means another run than predicted
 TIGHT = 0.05  # of the usable memory
 SMALL_MIB = 16.0  # smaller parts are not mentioned
 
@@ -20,6 +21,7 @@ SMALL_MIB = 16.0  # smaller parts are not mentioned
 def findings(evidence: Evidence) -> Iterator[Finding]:
     """The findings, most useful first."""
     yield from _against_prediction(evidence)
+    yield from _logged(evidence)
     yield from _others(evidence)
     yield from _headroom(evidence)
     if evidence.plan is None:
@@ -69,10 +71,20 @@ def _against_prediction(evidence: Evidence) -> Iterator[Finding]:
     yield Finding("memory.predicted", "warning" if far else "info", title, text, numbers)
 
 
+def _logged(evidence: Evidence) -> Iterator[Finding]:
+    """Memory in the log, if there is no plan to compare with."""
+    own = [each for each in evidence.measured.memory() if each.of in ("allocated", "reserved")]
+    if evidence.plan is None and own:
+        in_gb = evidence.run.printed.memory_in_gb and own[0].name.endswith("as logged")
+        size = f"{own[0].mib / GB_MIB:.4g} GB" if in_gb else memory_size(own[0].mib)
+        title = f"{size} at the most: {own[0].name}"
+        yield Finding("memory.logged", "info", title, "", {"mib": own[0].mib}, "read")
+
+
 def _others(evidence: Evidence) -> Iterator[Finding]:
     others, process = evidence.others_mib, evidence.process_mib
     gpu = evidence.run.gpu
-    if others is None or others < 1 or (process is None and evidence.oom is None):
+    if others is None or others < SMALL_MIB * 4 or (process is None and evidence.oom is None):
         return
     device = evidence.device
     context = f" (about {device.context_mib:,.0f} MiB)" if device is not None else ""
@@ -209,7 +221,7 @@ def _size(evidence: Evidence, plan: Plan) -> Finding:
 def _per_parameter(plan: Plan) -> Iterator[Finding]:
     """Bytes per parameter for weights, gradients and Adam, before any activation."""
     config, model = plan.config, plan.model
-    if config.optimizer != "adamw":
+    if config.optimizer != "adamw" or config.method != "full":
         return
     each = 4 if config.autocast or config.dtype == "float32" else 2
     total = 4 * each
@@ -240,7 +252,7 @@ def _per_parameter(plan: Plan) -> Iterator[Finding]:
 
 def _compiling(evidence: Evidence, plan: Plan) -> Iterator[Finding]:
     """What torch.compile does to memory here."""
-    if plan.device.kind == "cpu" or plan.config.checkpoint_layers:
+    if plan.device.kind == "cpu" or plan.config.checkpoint_layers or plan.config.method != "full":
         return
     compiled, eager = (
         (plan, evidence.variant(compile=False)) if plan.config.compile else (evidence.variant(compile=True), plan)

@@ -10,9 +10,9 @@ from oomph.predict.gpu_kernels import LIKELY, op_seconds
 from oomph.predict.run_time import NANOGPT_PEAK_FLOPS
 from oomph.runs import health
 from oomph.runs.figures import Evidence
-from oomph.runs.findings import Finding, Severity, known, listed, sentences
+from oomph.runs.findings import Finding, known, listed, sentences
 from oomph.runs.pace import StepPace
-from oomph.runs.run import Scalar
+from oomph.runs.run import KIND, WARMING_UP, Progress, Scalar
 from oomph.step.ops import Kernel, Op, Phase
 from oomph.units import count, counted, duration, scientific, tflops
 
@@ -39,8 +39,19 @@ def _pace(evidence: Evidence) -> Iterator[Finding]:
     if pace is None:
         if evidence.plan is not None and evidence.plan.time is not None:
             yield _expected_pace(evidence, evidence.plan)
+        elif evidence.run.progress is not None:
+            yield from _bar(evidence, evidence.run.progress)
+        elif (mean := evidence.run.printed.mean_step_ms) is not None:
+            title = f"A step takes {duration(mean / 1e3)} on average, as the log prints it"
+            yield Finding("time.step", "info", title, "", {"step_ms": mean}, "read")
+        elif (at := evidence.run.printed.counted_steps) is not None:
+            yield Finding("time.step", "info", f"The run is at step {at:,}", "", {"step": at}, "read")
+        elif measured.tokens_per_s:
+            title = f"The log prints {measured.tokens_per_s:,.0f} tokens/s{_of_what(evidence)}"
+            yield Finding("time.step", "info", title, "", {"tokens_per_s": measured.tokens_per_s}, "read")
         return
-    rate = f": {measured.tokens_per_s:,.0f} tokens/s" if measured.tokens_per_s else ""
+    rate = f": {measured.tokens_per_s:,.0f} tokens/s{_of_what(evidence)}" if measured.tokens_per_s else ""
+    thing = "An iteration" if evidence.run.step_unit == "iteration" else "A step"
     time = evidence.plan.time if evidence.plan is not None else None
     slow = time is not None and pace.step_ms > SLOWER * time.high_ms
     predicted = None
@@ -60,16 +71,58 @@ def _pace(evidence: Evidence) -> Iterator[Finding]:
         "evaluation_ms": pace.evaluation_ms,
         "predicted_ms": time.step_ms if time is not None else None,
     }
-    title = f"A step takes {duration(pace.step_ms / 1e3)}{rate}"
+    title = f"{thing} takes {duration(pace.step_ms / 1e3)}{rate}"
+    if (many := evidence.run.printed.iterations_per_step or 1) > 1:
+        title += f"; a step is {many} of them, {duration(many * pace.step_ms / 1e3)}"
     if slow and time is not None:
         title = (
             f"A step takes {duration(pace.step_ms / 1e3)}, {pace.step_ms / time.step_ms:.1f} times the predicted time"
         )
     yield Finding("time.step", "warning" if slow else "info", title, text, known(numbers))
-    if pace.stalled > STALLS:
+    if pace.stalled > STALLS and pace.steps >= health.LEAST_STEPS:
         title = f"{100 * pace.stalled:.0f} % of the steps take more than 1.5 times the median"
         text = "They do the same work, so they wait for something: a slow disk, another program, saving a checkpoint."
         yield Finding("time.stalls", "warning", title, text, {"share": pace.stalled})
+
+
+def _bar(evidence: Evidence, bar: Progress) -> Iterator[Finding]:
+    """The position of a progress bar, if the log has nothing else."""
+    title = f"A progress bar stands at {bar.step:,} of {bar.of:,}"
+    numbers: dict[str, Scalar] = {"step": bar.step, "of": bar.of, "step_ms": bar.ms}
+    if bar.ms is not None:
+        title += f", {duration(bar.ms / 1e3)} each"
+        if bar.step < bar.of and not evidence.run.printed.runtime_s and not _ended(evidence):
+            title += f": {duration((bar.of - bar.step) * bar.ms / 1e3)} to go"
+    yield Finding("time.step", "info", title, "", known(numbers), "read")
+
+
+def _ended(evidence: Evidence) -> bool:
+    """Whether the run failed or lost its weights, so that no time is left to go."""
+    run, lost = evidence.run, health.not_finite(evidence.run)
+    return run.crash is not None or bool(run.ooms) or (lost is not None and lost.stays)
+
+
+def _finished(evidence: Evidence) -> Iterator[Finding]:
+    """The Trainer's final summary."""
+    printed = evidence.run.printed
+    if printed.runtime_s is None:
+        return
+    mean = f", its mean training loss {printed.mean_loss:.4g}" if printed.mean_loss is not None else ""
+    title = f"The run is finished: it took {duration(printed.runtime_s)}{mean}"
+    text = _MEAN_OF_0 if printed.mean_loss == 0 else ""
+    yield Finding("time.left", "info", title, text, {"hours": printed.runtime_s / 3600}, "read")
+
+
+_MEAN_OF_0 = (
+    "A mean of 0 could be NaN that was added as 0, labels that are all masked, a run resumed at its end, or a method "
+    "whose loss is about 0 (GRPO)."
+)
+
+
+def _of_what(evidence: Evidence) -> str:
+    """ " a card" if the log's rate is one card's, else ""."""
+    counted_here = evidence.measured.pace is not None and evidence.measured.tokens_per_step is not None
+    return " a card" if evidence.run.printed.rate_per_card and not counted_here else ""
 
 
 def _expected_pace(evidence: Evidence, plan: Plan) -> Finding:
@@ -87,10 +140,12 @@ def _expected_pace(evidence: Evidence, plan: Plan) -> Finding:
 
 
 def _tokens(evidence: Evidence) -> str | None:
-    """The tokens of a step, and that another split of the same product is the same."""
+    """Tokens per step, and that any split with the same product has as many."""
     config, tokens = evidence.config, evidence.measured.tokens_per_step
     if config is None or tokens is None:
         return None
+    if evidence.measured.inference.contradictions:
+        return f"a step is {tokens:,} tokens"
     return (
         f"a step is {tokens:,} tokens ({config.batch_size} sequences × {config.block_size} × "
         f"{counted(config.gradient_accumulation_steps, 'micro-step')}); any split with the same product has the same "
@@ -101,17 +156,19 @@ def _tokens(evidence: Evidence) -> str | None:
 def _steps_measured(evidence: Evidence, pace: StepPace) -> str:
     """Which steps were measured, and which were left out."""
     evaluations = evidence.run.evals.count
-    left_out = []
+    left_out, warm_up = [], pace.warm_up_steps
     if pace.first_ms is not None and pace.first_ms > 1.5 * pace.step_ms:
         compiling = ", which compiles" if evidence.config is not None and evidence.config.compile else ""
         left_out.append(f"the first step{compiling} ({duration(pace.first_ms / 1e3)})")
-    if pace.warm_up_steps:
-        left_out.append(f"{counted(pace.warm_up_steps, 'step')} of warm-up")
+        warm_up -= evidence.run.steps.column(KIND)[0] == WARMING_UP
+    if warm_up:
+        left_out.append(f"{counted(warm_up, 'step')} of warm-up")
     if pace.evaluation_ms is not None and evaluations:
         left_out.append(f"steps with an evaluation, {duration(pace.evaluation_ms / 1e3)} longer")
     without = f"; left out: {listed(left_out)}" if left_out else ""
+    of_all = "mean" if evidence.run.step_unit == "iteration" else "median"
     return (
-        f"median of {pace.steps:,} steady steps, 90 % between {duration(pace.low_ms / 1e3)} and "
+        f"{of_all} of {counted(pace.steps, 'steady step')}, 90 % between {duration(pace.low_ms / 1e3)} and "
         f"{duration(pace.high_ms / 1e3)}{without}"
     )
 
@@ -128,16 +185,22 @@ def _slowing(evidence: Evidence) -> Iterator[Finding]:
 def _use(evidence: Evidence) -> Iterator[Finding]:
     """MFU of the card's own peak and of the A100's that nanoGPT assumes."""
     measured, device = evidence.measured, evidence.device
+    printed = measured.pace.mfu_percent if measured.pace is not None else evidence.run.steps.totals["mfu_percent"].last
     if measured.tflops is None:
+        if printed is not None and printed > 0 and evidence.run.program != "nanogpt":
+            title = f"The log prints an MFU of {printed:.1f} %"
+            text = "No card computes above its peak: the program takes several cards for one." if printed > 100 else ""
+            yield Finding("time.mfu", "info", title, text, {"printed_percent": printed}, "read")
         return
     peak = measured.peak_tflops
-    printed = measured.pace.mfu_percent if measured.pace is not None else None
     nanogpt = 100 * (measured.mfu_nanogpt or 0.0)
     numbers: dict[str, Scalar] = {"tflops": measured.tflops, "mfu_nanogpt": nanogpt / 100}
     logged = f"the log prints {printed:.1f} %" if printed is not None else f"nanoGPT would print {nanogpt:.1f} %"
     divides = f"{logged}, because nanoGPT always divides by an A100's {NANOGPT_PEAK_FLOPS / 1e12:.0f} TFLOPS"
     if peak is None or device is None:
-        title = f"The run computes at {tflops(measured.tflops)}"
+        by_card = (measured.workers or 1) > 1 or evidence.run.steps.totals["tflops"].count > 0
+        one = "Each card" if by_card else "The run"
+        title = f"{one} computes at {tflops(measured.tflops)}"
         parts = (divides if evidence.run.program == "nanogpt" else None, "the card is unknown")
         yield Finding("time.mfu", "info", title, sentences(parts), numbers)
         return
@@ -148,14 +211,15 @@ def _use(evidence: Evidence) -> Iterator[Finding]:
             f"the run computes at {tflops(measured.tflops)}; a {device.name} does {tflops(peak)} at most "
             f"({dtype} matrix products, dense, float32 accumulation)",
             divides if evidence.run.program == "nanogpt" else None,
-            "that is more than the peak: it is another card, or its figures are wrong" if share > 1.02 else None,
+            f"the log itself prints {printed:.1f} %"
+            if printed is not None and evidence.run.program != "nanogpt"
+            else None,
         )
     )
     title = f"MFU is {100 * share:.0f} % of the card's own peak, not {nanogpt:.1f} %"
     if evidence.run.program != "nanogpt":
         title = f"MFU is {100 * share:.0f} % of the card's own peak"
-    severity: Severity = "warning" if share > 1.02 else "info"
-    yield Finding("time.mfu", severity, title, text, numbers | {"mfu": share, "peak_tflops": peak})
+    yield Finding("time.mfu", "info", title, text, numbers | {"mfu": share, "peak_tflops": peak})
 
 
 def _bound(plan: Plan) -> Iterator[Finding]:
@@ -246,10 +310,14 @@ def _width(evidence: Evidence, plan: Plan) -> Iterator[Finding]:
 
 def _length(evidence: Evidence) -> Iterator[Finding]:
     """Hours in total, done and to go."""
+    if evidence.run.printed.runtime_s is not None:
+        yield from _finished(evidence)
+        return
     steps, pace = evidence.planned_steps, evidence.measured.pace
     time = evidence.plan.time if evidence.plan is not None else None
-    step_ms = pace.step_ms if pace is not None else time.step_ms if time is not None else None
-    if steps is None or step_ms is None:
+    mean = evidence.run.printed.mean_step_ms
+    step_ms = pace.step_ms if pace is not None else mean or (time.step_ms if time is not None else None)
+    if steps is None or step_ms is None or evidence.run.step_unit != "step":
         return
     done = min(steps, evidence.run.steps_done)
     each = step_ms / 1e3
@@ -263,8 +331,12 @@ def _length(evidence: Evidence) -> Iterator[Finding]:
         whole += f", plus {duration(evaluations)} of evaluations{predicted}"
     numbers: dict[str, Scalar] = {"steps": steps, "done": done, "hours": steps * each / 3600, "hours_left": left / 3600}
     numbers["evaluation_hours"] = evaluations / 3600
-    if done >= steps:
-        title, text = f"The run is finished: {duration(steps * each)} of steps", sentences((whole,))
+    about = "about " if pace is not None and pace.steps < health.LEAST_STEPS else ""
+    if done >= steps or "finished" in evidence.run.event_counts:
+        title, text = f"The run is finished: {about}{duration(steps * each)} of steps", sentences((whole,))
+    elif done and _ended(evidence):
+        at = max(done, evidence.run.progress.step if evidence.run.progress is not None else 0)
+        title, text = f"The log stops at step {at:,} of {steps:,}", sentences((whole,))
     else:
         title = (
             f"{duration(left)} to go of {duration(steps * each + evaluations)}" if done else f"{duration(left)} to go"

@@ -10,7 +10,8 @@ import msgspec
 from oomph.fitting.grow import GOOD_PASSES, TOKENS_PER_PARAMETER, learning_rate, rate_source
 from oomph.runs import curves, health
 from oomph.runs.figures import Evidence
-from oomph.runs.findings import Finding, known, listed, sentences
+from oomph.runs.findings import Finding, known, sentences
+from oomph.runs.findings.broken import LANGUAGE_MODELS
 from oomph.runs.run import Scalar
 from oomph.units import count
 
@@ -23,13 +24,13 @@ CRITICAL_TOKENS, CRITICAL_EXPONENT = 2e8, 1 / 0.21
 SMALL_BATCH = 1 / 16
 EXPLODED = 10.0  # times the median gradient norm
 EXAMPLE_PERPLEXITY = 22.0
+BEGUN_WITH = 1.5  # nats below guessing: a lower first loss means pretrained weights
+STALE = 0.5  # share of the last step; older evaluations do not describe the current state
 LEAST_VOCABULARY = 8192  # the laws are for large vocabularies, not for characters
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
     """The findings, worst first."""
-    yield from _not_finite(evidence)
-    yield from _impossible(evidence)
     yield from _diverging(evidence)
     yield from _overfitting(evidence)
     yield from _gradients(evidence)
@@ -45,50 +46,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
 # --- what is wrong -------------------------------------------------------------------------------------
 
 
-def _not_finite(evidence: Evidence) -> Iterator[Finding]:
-    found = health.not_finite(evidence.run)
-    if found is None:
-        return
-    step, times = found
-    dtype = evidence.measured.value("dtype")
-    half = (
-        "float16 overflows above 65,504 and needs a GradScaler; bfloat16 has the range of float32"
-        if dtype == "float16"
-        else None
-    )
-    text = sentences(
-        (
-            f"{times:,} logged losses are NaN or infinite; the weights are lost from there on, and every further step "
-            "is wasted",
-            "go back to the last checkpoint before it, with a lower learning rate or a longer warm-up",
-            half,
-        )
-    )
-    title = f"The loss is NaN from step {step:,} on"
-    yield Finding("loss.not_finite", "error", title, text, {"step": step, "times": times})
-
-
-def _impossible(evidence: Evidence) -> Iterator[Finding]:
-    """Impossible figures: a loss or a step time of 0 or less."""
-    steps, evals = evidence.run.steps.totals, evidence.run.evals.totals
-    logged = [("training loss", steps["loss"]), ("validation loss", evals["val_loss"]), ("step time", steps["ms"])]
-    wrong = [(name, total.low) for name, total in logged if total.count and total.low <= 0]
-    if not wrong:
-        return
-    text = sentences(
-        (
-            f"the lowest logged: {listed(f'a {name} of {low:g}' for name, low in wrong)}",
-            "a cross-entropy is above 0, and a step takes time: the log is damaged, the model sees its own targets, or "
-            "the figures are not from this run",
-        )
-    )
-    title = f"The log has impossible figures: {listed(name for name, _ in wrong)} of 0 or less"
-    yield Finding("loss.impossible", "warning", title, text, dict(wrong))
-
-
 def _diverging(evidence: Evidence) -> Iterator[Finding]:
     rise = health.diverging(evidence.run)
-    if rise is None:
+    if rise is None or evidence.run.steps.totals["loss"].low < 0:  # reinforcement learning's losses rise and fall
         return
     text = sentences(
         (
@@ -135,9 +95,24 @@ def _gradients(evidence: Evidence) -> Iterator[Finding]:
 # --- settings -----------------------------------------------------------------------------------
 
 
+def _from_scratch(evidence: Evidence) -> bool:
+    """Whether training started from random weights, which the rules for pretraining assume."""
+    init = evidence.measured.value("init_from")
+    if isinstance(init, str) and init not in ("scratch", "resume"):
+        return False
+    first = evidence.run.steps.totals["loss"].first
+    begun = evidence.run.steps.totals["step"].first
+    vocabulary = evidence.measured.whole("vocab_size")
+    if first is None or begun is None or begun > 10 or vocabulary is None:
+        return True
+    return first > math.log(vocabulary) - BEGUN_WITH
+
+
 def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
     rate, config = evidence.measured.value("learning_rate"), evidence.config
     if not isinstance(rate, float | int) or config is None or config.optimizer != "adamw" or not rate:
+        return
+    if config.method != "full" or not _from_scratch(evidence):
         return
     if evidence.measured.params is None:
         return
@@ -153,7 +128,7 @@ def _learning_rate(evidence: Evidence) -> Iterator[Finding]:
         title = f"The learning rate, {rate:.1e}, is usual for this size"
         yield Finding("rate.usual", "info", title, text, numbers)
     else:
-        word = f"{times:.0f} times higher" if times > 1 else f"{1 / times:.0f} times lower"
+        word = f"{min(times, 1e6):,.0f} times higher" if times > 1 else f"{min(1 / times, 1e6):,.0f} times lower"
         yield Finding("rate.off", "warning", f"The learning rate is {word} than usual for this size", text, numbers)
 
 
@@ -185,17 +160,29 @@ def _schedule(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _now(evidence: Evidence) -> Iterator[Finding]:
-    """The current loss, and what it means."""
-    evals = evidence.run.evals.totals["val_loss"]
-    steps = evidence.run.steps.totals["loss"]
-    last = evals.last if evals.last is not None else steps.last
-    if last is None:
+    """The current loss, and its meaning if it is a language model's."""
+    run, measured = evidence.run, evidence.measured
+    evals, steps = run.evals.totals["val_loss"], run.steps.totals["loss"]
+    stale = (run.evals.last_key or 0.0) < STALE * (run.steps.last_key or 0.0) and steps.last is not None
+    validated = evals.last is not None and not stale
+    last = evals.last if validated else steps.last
+    if last is None or (last == 0.0 and health.not_finite(run) is not None):  # a Trainer's 0 for NaN
         return
-    kind = "validation" if evals.last is not None else "training"
-    vocabulary = evidence.measured.whole("vocab_size")
+    last += 0.0  # no "-0"
+    kind = "validation" if validated else "training"
+    series, name = (run.evals, "val_loss") if validated else (run.steps, "loss")
+    rows = zip(series.column("step"), series.column(name), strict=True)
+    at = [(step, loss) for step, loss in rows if loss == last][-1:]
+    unit = "log entry" if run.step_unit == "entry" else run.step_unit
+    where = f" at {unit} {at[0][0]:,.0f}" if at else ""
+    if place := run.places.get("evals" if validated else "steps"):
+        where = f" {place}" if place.startswith("after") else f" at {place}"
+    vocabulary = measured.whole("vocab_size")
+    if run.program not in LANGUAGE_MODELS and vocabulary is None:
+        title = f"The {kind} loss is {last:.4g}{where}"
+        yield Finding("loss.now", "info", title, "", {"loss": last}, "read")
+        return
     guessing = math.log(vocabulary) if vocabulary else None
-    at = evidence.run.evals.curve("val_loss")[-1:] if evals.last is not None else evidence.run.steps.curve("loss")[-1:]
-    where = f" at step {at[0][0]:,.0f}" if at else ""
     meaning = (
         f"perplexity is e^loss: a figure like {EXAMPLE_PERPLEXITY:.0f} is not a loss but the perplexity of a loss of "
         f"{math.log(EXAMPLE_PERPLEXITY):.1f}"
@@ -206,7 +193,7 @@ def _now(evidence: Evidence) -> Iterator[Finding]:
     impossible = (
         f"{last:.2f} is worse than guessing: the run diverged, or the figure is a perplexity" if worse else None
     )
-    noise = curves.val_noise(evidence.measured)
+    noise = curves.val_noise(measured)
     noisy = f"one validation loss has a standard deviation of {noise:.4f}" if noise else None
     numbers: dict[str, Scalar] = {"loss": last, "perplexity": curves.perplexity(last), "noise": noise}
     title = f"The {kind} loss is {last:.4f}{where}, a perplexity of {curves.perplexity(last):,.1f}"
@@ -220,6 +207,8 @@ def _batch(evidence: Evidence) -> Iterator[Finding]:
     recent = [y for _, y in evidence.run.steps.curve("loss")[-20:]]
     vocabulary = evidence.measured.whole("vocab_size")
     if tokens is None or len(recent) < health.LEAST_STEPS or vocabulary is None or vocabulary < LEAST_VOCABULARY:
+        return
+    if not _from_scratch(evidence):
         return
     loss = sorted(recent)[len(recent) // 2]
     critical = CRITICAL_TOKENS / max(loss, 1.5) ** CRITICAL_EXPONENT
@@ -280,6 +269,9 @@ def _expected(evidence: Evidence) -> Iterator[Finding]:
     data = float(dataset) if isinstance(dataset, int) and dataset else None
     total = float(tokens * steps)
     at = expected_loss(parameters, total, data)
+    reached = evidence.run.evals.totals["val_loss"].low
+    if not _from_scratch(evidence) or reached < at.low:
+        return  # the log itself has a better forecast
     half, twice = (expected_loss(parameters, total * share, data) for share in (0.5, 2.0))
     middle, before, after = ((each.low + each.high) / 2 for each in (at, half, twice))
     low, high = curves.perplexity(at.low), curves.perplexity(at.high)

@@ -1,8 +1,8 @@
-"""The graphs of a deep model from those of a shallow one.
+"""A deep model's graphs from those of a shallow one.
 
-Of a run of equal blocks three are recorded and cut: the first two and the last (`step.depth.sample`). The second one's
-values are then written again for each block left out. What they read of the block before or after, a copy reads of the
-copy before or after it; what only the first block to need it has made, such as a constant, all of them share.
+Of a run of equal blocks three are recorded and partitioned: the first two and the last (`step.depth.sample`). The
+second is the template, copied for each block left out. Where the template reads from the block before or after, a
+copy reads from its own neighbour; values made once, in the first block that needs them (constants), are shared.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from oomph.step.depth import Gap, UnlikeBlocksError, block_of, renamed
 
 
 def deepened(graphs: Graphs, grads: Mapping[str, Value], gap: Gap) -> tuple[Graphs, dict[str, Value]]:
-    """Graphs and gradients with the blocks of a gap filled in.
+    """Graphs and gradients with a gap's blocks filled in.
 
-    Raises `UnlikeBlocksError` where the three blocks do not compute the same.
+    Raises `UnlikeBlocksError` if the three blocks compute different things.
     """
     try:
         return _Deepening(graphs, gap).run(grads)
-    except KeyError:  # a block has no such value
+    except KeyError:  # a block lacks this value
         raise UnlikeBlocksError from None
 
 
 class _Deepening:
-    """Places count from the block before, -1, through the pattern, 0, and its copies to the block after."""
+    """Fills one gap. Places: -1 is the block before, 0 the template, then its copies, `end` the block after."""
 
     def __init__(self, graphs: Graphs, gap: Gap) -> None:
         self.graphs, self.gap = graphs, gap
-        self.end = gap.copies + 1  # the place of the block after
+        self.end = gap.copies + 1  # the block after
         computed = {*graphs.forward, *graphs.backward}
-        # Results of kernels that nothing reads, but that are written.
+        # Results of kernels that are written although nothing reads them.
         self.unread = [item for call in computed if call.how is How.CALL for item in call.users if item not in computed]
         self.values = sorted({*graphs.inputs, *computed, *self.unread}, key=attrgetter("index"))
         self.next_index = self.values[-1].index + 1
-        self.offsets: dict[Value, int] = {}  # -1, 0 or 1: which of the three blocks a value is of
-        self.pattern: dict[Value, Value] = {}  # the same value in the pattern
-        self.at: dict[int, dict[Value, Value]] = {}  # by place: the pattern's values as they are there
+        self.offsets: dict[Value, int] = {}  # which of the three blocks a value belongs to: -1, 0 or 1
+        self.pattern: dict[Value, Value] = {}  # the template's value for each
+        self.at: dict[int, dict[Value, Value]] = {}  # by place: each template value's counterpart there
         self._pair()
         for place in range(1, self.end):
             self.at[place] = self._copied(place)
 
     def _pair(self) -> None:
-        """Find the same value in the block before, in the pattern and in the block after."""
+        """Match each value of the template with its counterparts in the block before and after."""
         gap = self.gap
         found: dict[tuple[object, ...], dict[int, Value]] = {}
         counts: dict[tuple[object, ...], int] = {}
@@ -64,9 +64,9 @@ class _Deepening:
             self.pattern |= {value: first for first, value in self.at[place].items()}
 
     def _copied(self, place: int) -> dict[Value, Value]:
-        """A copy of every value of the pattern; what it reads is not known yet."""
+        """A copy of every template value, for a place; `_wire` sets the copies' inputs."""
         result: dict[Value, Value] = {}
-        names: dict[str, str] = {}  # many values share one
+        names: dict[str, str] = {}  # many values share a name
         for value in self.at[0]:
             assert value.block is not None
             block = value.block + place * self.gap.period
@@ -93,7 +93,7 @@ class _Deepening:
         return deep, self._grads(grads)
 
     def _repeated(self, values: Sequence[Value]) -> list[Value]:
-        """The values in order, each run of the pattern's once for every place: backwards after the last block's."""
+        """The values in order, the template's at every place: in reverse where the block after comes first."""
         result: list[Value] = []
         rises = True
         for offset, run in groupby(values, self.offsets.get):
@@ -107,7 +107,7 @@ class _Deepening:
         return result
 
     def _grads(self, grads: Mapping[str, Value]) -> dict[str, Value]:
-        """Every parameter's gradient, in the order that backward makes them."""
+        """Every parameter's gradient, in the order that backward produces them."""
         gap = self.gap
         found: dict[str, Value] = {}
         for is_pattern, names in groupby(grads, lambda name: gap.group_of(block_of(name)) == 0):
@@ -123,7 +123,7 @@ class _Deepening:
         return found
 
     def _wire(self) -> None:
-        """Every value reads what stands where its own block does."""
+        """Set every value's inputs to the counterparts at its own place or the neighbouring one."""
         at = self.at
         wired: list[tuple[Value, list[Value]]] = []
         for value in self.values:
@@ -135,7 +135,7 @@ class _Deepening:
             value.inputs = tuple(inputs)
 
     def _reads(self, value: Value) -> list[tuple[Value, int | None]]:
-        """What a value reads: of the pattern, and how many places away; or the same everywhere."""
+        """A value's inputs: the template's value and its distance in places, or None if all places share it."""
         offset = self.offsets.get(value)
         result: list[tuple[Value, int | None]] = []
         for read in value.inputs:
@@ -158,7 +158,7 @@ def _note_users(values: Sequence[Value]) -> None:
 
 
 def _check_order(graph: Sequence[Value], given: Sequence[Value]) -> None:
-    """Raises `UnlikeBlocksError` where a value reads something that is not there yet."""
+    """Raises `UnlikeBlocksError` if a value reads something that is computed later."""
     known = set(given)
     for value in graph:
         for read in value.inputs:

@@ -1,14 +1,14 @@
-"""Kernels in order as operations on buffers: what is overwritten in place, and which freed buffers are reused.
+"""Ordered kernels as operations on buffers: what is overwritten in place, and which freed buffers are reused.
 
-A kernel may write over a buffer that it alone still reads, number by number. A freed buffer is reused by a later one of
-its dtype and size, unless keeping it would exceed inductor's estimated peak (codegen/wrapper.py `memory_plan_reuse`).
+A kernel may write over a buffer of which it is the last reader, element by element. A freed buffer is reused by a later
+one of the same dtype and size, unless that would exceed inductor's estimated peak (wrapper.py `memory_plan_reuse`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from oomph.step.compile.fuse import Group
+from oomph.step.compile.fuse import FusedTasks
 from oomph.step.compile.graph import How, Value
 from oomph.step.compile.tasks import LoopNest, TaskBuffer
 from oomph.step.ops import Buffer, Kernel, Op, Phase
@@ -18,39 +18,39 @@ _Frees = list[Buffer]
 
 
 def emitted(
-    order: Sequence[Group],
+    order: Sequence[FusedTasks],
     live: Sequence[int],
     buffers: dict[TaskBuffer, Buffer],
     held: Collection[Buffer],
     phase: Phase,
 ) -> tuple[tuple[Op, ...], dict[Op, int]]:
-    """The program's operations, and of the bytes each moves those that the batch does not change.
+    """The program's operations, and the bytes moved by each that do not depend on the batch.
 
-    `buffers` has the inputs' memory, and gets everything else's; `held` outlive it.
+    `buffers` holds the inputs' memory, and is extended by everything allocated; `held` buffers outlive the program.
     """
     emitter = _Emitter(order, live, buffers, held, phase)
     ops = emitter.run()
-    return ops, dict(zip(ops, emitter.still, strict=True))
+    return ops, dict(zip(ops, emitter.fixed_bytes, strict=True))
 
 
 class _Emitter:
     def __init__(
-        self, order: Sequence[Group], live: Sequence[int], buffers: dict[TaskBuffer, Buffer], held: Collection[Buffer],
-        phase: Phase,
+        self, order: Sequence[FusedTasks], live: Sequence[int], buffers: dict[TaskBuffer, Buffer],
+        held: Collection[Buffer], phase: Phase,
     ) -> None:  # fmt: skip
         self.order, self.live, self.buffers, self.held, self.phase = order, list(live), buffers, set(held), phase
         self.limit = max(live, default=0)
-        self.still: list[int] = []  # bytes moved, by operation, that are no multiple of the batch
+        self.fixed_bytes: list[int] = []  # bytes moved, by operation, that do not scale with the batch
         self.done: set[LoopNest] = set()
         self.pool: dict[tuple[str, int], list[tuple[int, _Frees, Buffer]]] = {}
-        self.aliases: dict[Buffer, int] = {}  # of inputs: by how many names the program still knows them
+        self.aliases: dict[Buffer, int] = {}  # for inputs: how many live names refer to them
         for source, buffer in buffers.items():
             if source.users:
                 self.aliases[buffer] = self.aliases.get(buffer, 0) + 1
         self.taken: set[TaskBuffer] = set()  # overwritten in place
         self.internal: dict[
             TaskBuffer, TaskBuffer | None
-        ] = {}  # what never leaves its kernel, and what it would overwrite
+        ] = {}  # results that never leave their kernel, and what they would overwrite
         self.last = self._last_uses()
 
     def run(self) -> tuple[Op, ...]:
@@ -81,8 +81,8 @@ class _Emitter:
 
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def _outputs(self, step: int, group: Group) -> list[Buffer]:
-        """The new memory that a kernel needs."""
+    def _outputs(self, step: int, group: FusedTasks) -> list[Buffer]:
+        """The buffers that a kernel newly allocates."""
         fresh: list[Buffer] = []
         for task in group.tasks:
             for source, access in task.writes:
@@ -101,9 +101,9 @@ class _Emitter:
         return fresh
 
     def _overwritten(self, task: LoopNest, out: TaskBuffer, access: object) -> TaskBuffer | None:
-        """An operand that nothing else reads any more, of the result's size, read where the result is written.
+        """The first operand without later readers, of the result's size, read where the result is written; or None.
 
-        The first such operand is taken. One that never leaves the kernel has no memory but what it overwrote itself.
+        An operand that never leaves the kernel has no memory except what it overwrote itself.
         """
         if access is None:
             return None
@@ -138,7 +138,7 @@ class _Emitter:
         return buffer
 
     def _drop(self, step: int, source: TaskBuffer, frees: _Frees) -> None:
-        """The last use is over."""
+        """Free a buffer after its last use."""
         buffer = self.buffers.get(source)
         if buffer is None or source in self.taken:
             return
@@ -153,25 +153,25 @@ class _Emitter:
 
     # --- work ---------------------------------------------------------------------------------------------------
 
-    def _op(self, group: Group, allocates: list[Buffer], frees: _Frees) -> Op:
+    def _op(self, group: FusedTasks, allocates: list[Buffer], frees: _Frees) -> Op:
         value = group.tasks[-1].value
-        facts = value.facts.get("facts", {})
+        work = value.facts.get("work", {})
         moved = self._moved(group)
         if value.how is How.PRODUCT:
             kernel = Kernel.GEMM
         elif value.how is How.CALL:
-            kernel = facts.get("kernel", Kernel.ATTENTION)
+            kernel = work.get("kernel", Kernel.ATTENTION)
         elif any(each.value.how in (How.GATHER, How.SCATTER) for each in group.tasks):
             kernel = Kernel.INDEX
         else:
             kernel = Kernel.REDUCTION if group.reduction else Kernel.POINTWISE
         return Op(
-            value.name, self.phase, tuple(allocates), tuple(frees), kernel, facts.get("shape", ()),
-            facts.get("dtype", "float32"), facts.get("flops", 0), moved, 1, value.block,
+            value.name, self.phase, tuple(allocates), tuple(frees), kernel, work.get("shape", ()),
+            work.get("dtype", "float32"), work.get("flops", 0), moved, 1, value.block,
         )  # fmt: skip
 
-    def _moved(self, group: Group) -> int:
-        """Bytes read and written; of a table that rows are taken from, the rows."""
+    def _moved(self, group: FusedTasks) -> int:
+        """Bytes read and written; of a table that rows are gathered from, only the rows."""
         total: list[tuple[int, bool]] = []
         for source, accesses in group.reads.items():
             if source not in group.writes:
@@ -181,16 +181,16 @@ class _Emitter:
                     size = min(size, rows * ITEM_BYTES[source.dtype])
                 total.append((size, source.batched))
         total += [(s.bytes, s.batched) for s in group.writes if s.root is s and s not in self.internal]
-        self.still.append(sum([size for size, batched in total if not batched]))
+        self.fixed_bytes.append(sum([size for size, batched in total if not batched]))
         return sum([size for size, _ in total])
 
 
-def _is_internal(source: TaskBuffer, group: Group) -> bool:
-    """Whether it never leaves the kernel that computes it."""
+def _is_internal(source: TaskBuffer, group: FusedTasks) -> bool:
+    """Whether a buffer never leaves the kernel that computes it."""
     return not source.is_output and not group.is_extern and set(group.tasks).issuperset(source.users)
 
 
 def _temporaries(value: Value) -> list[Buffer]:
-    """Memory that a kernel needs only while it runs."""
-    sizes = value.facts.get("facts", {}).get("temporaries", ())
+    """Buffers that a kernel needs only while it runs."""
+    sizes = value.facts.get("work", {}).get("temporaries", ())
     return [Buffer(f"{value.name}.temporary", size, value.kind, value.block) for size in sizes]

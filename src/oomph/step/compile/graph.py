@@ -1,14 +1,14 @@
 """A model's forward and backward as one graph of small operations, as AOTAutograd records them.
 
 The model's own functions run on a `GraphRecorder` instead of a `Tape`: every operation becomes a `Value` of the graph,
-and equal expressions become one. What PyTorch decomposes is decomposed (`decompose`); the autograd engine is the same.
+equal expressions become one, and what PyTorch decomposes is decomposed (`decompose`). The autograd engine is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import IntEnum, auto
-from typing import Any
+from typing import Any, TypeVar
 
 from oomph.step.depth import block_of
 from oomph.step.ops import Kernel, Kind
@@ -16,23 +16,25 @@ from oomph.step.tensor.layout import HALVES, ITEM_BYTES, Shape, contiguous_strid
 from oomph.step.tensor.tape import Tape, Weight
 from oomph.step.tensor.tensor import Tensor
 
+T = TypeVar("T")
+
 
 class How(IntEnum):
-    """What kind of operation a value comes from."""
+    """The kind of operation that a value results from."""
 
     INPUT = auto()  # parameters, buffers and the batch
     TANGENT = auto()  # the gradient that backward begins with
     VIEW = auto()
     POINTWISE = auto()
     REDUCTION = auto()
-    CONSTANT = auto()  # numbers made from nothing: full, arange
+    CONSTANT = auto()  # made without inputs: full, arange
     RANDOM = auto()
     GATHER = auto()  # rows of a table
-    SCATTER = auto()  # written into a table of zeros, row by row
+    SCATTER = auto()  # rows written into a table of zeros
     CAT = auto()
     PRODUCT = auto()  # a matrix product
-    CALL = auto()  # a kernel with several results, and no tensor itself
-    ITEM = auto()  # one of them
+    CALL = auto()  # a kernel with several results; not a tensor itself
+    ITEM = auto()  # one of those results
 
 
 FUSIBLE = {How.POINTWISE, How.REDUCTION, How.VIEW, How.CONSTANT, How.ITEM, How.RANDOM}
@@ -56,11 +58,11 @@ class Value:
         self.index = 0
         self.name, self.kind = op, Kind.ACTIVATIONS
         self.block: int | None = None
-        self.checkpoint: int | None = None  # the checkpointed region it is computed in
-        self.facts: dict[str, Any] = {}  # of products and kernels: shape, flops, temporaries, the dtype of arithmetic
+        self.checkpoint: int | None = None  # the checkpointed region that computes it
+        self.facts: dict[str, Any] = {}  # of products and kernels: shape, flops, temporaries, arithmetic dtype
 
     def copied(self, name: str, block: int, index: int) -> Value:
-        """The same operation in another block; what it reads is not known yet."""
+        """The same operation in another block; its inputs are set later."""
         copy = Value.__new__(Value)
         copy.op, copy.how, copy.inputs = self.op, self.how, ()
         copy.shape, copy.dtype, copy.strides, copy.offset = self.shape, self.dtype, self.strides, self.offset
@@ -77,7 +79,7 @@ class Value:
 
 
 class GraphTensor(Tensor):
-    """A tensor of the graph: its storage is the value."""
+    """A tensor of the graph, whose storage is a value."""
 
     __slots__ = ()
 
@@ -88,11 +90,11 @@ class GraphTensor(Tensor):
         return found
 
     def detach(self) -> Tensor:
-        """The same value, without history."""
+        """The same value, without autograd history."""
         return GraphTensor(self.tape, self.storage, self.shape, self.strides, self.dtype, None, True)
 
-    def seen(self, shape: Shape, strides: Shape, offset: int = 0, op: str = "view") -> Tensor:
-        """A view: an operation of its own."""
+    def as_strided(self, shape: Shape, strides: Shape, offset: int = 0, op: str = "view") -> Tensor:
+        """A view, recorded as an operation."""
         if shape == self.shape and strides == self.strides and not offset:
             return self.detach()
         recorder = self.tape
@@ -101,19 +103,21 @@ class GraphTensor(Tensor):
 
 
 class GraphRecorder(Tape):
-    """A program while it is recorded."""
+    """Records a program as a graph."""
 
     compiles = True
 
     def __init__(self, weights: Mapping[str, Weight], rules: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        """`rules` are operations that are recorded in their own way: `decompose.RULES`."""
+        """`rules` replace operations of `step.tensor`: `decompose.RULES`."""
         super().__init__(weights, **options)
         self.rules = rules
         self.values: list[Value] = []
         self.inputs: dict[str, Value] = {}
-        self.region: int | None = None  # the checkpointed region that runs
+        self.region: int | None = None  # the checkpointed region being recorded
         self.regions = 0
-        self.writes_one_hot = False  # of the targets, in the loss's backward: torch before 2.5
+        self.by_op = False  # selective checkpointing: expensive results are saved, except every second product
+        self.products = 0  # products recorded in this region
+        self.writes_one_hot = False  # backward of the loss writes the targets as one-hot: torch before 2.5
         self._known: dict[Hashable, Value] = {}
 
     def record(
@@ -130,7 +134,7 @@ class GraphRecorder(Tape):
         key: Hashable = (),
         **facts: Any,
     ) -> GraphTensor:
-        """The result of an operation: the one there is, where an equal one was recorded before."""
+        """The result of an operation; of equal operations, the first one's."""
         inputs = tuple([each.storage for each in reads])
         strides = contiguous_strides(shape) if strides is None else strides
         known = (op, how, shape, dtype, key, *map(id, inputs))
@@ -145,21 +149,32 @@ class GraphRecorder(Tape):
             self._known[known] = value
         return GraphTensor(self, value, shape, value.strides, dtype, None, True)  # type: ignore[arg-type]
 
+    def kept(self, make: Callable[[], T], product: bool = False) -> T:
+        """The result of a product or attention, recorded outside the current region if that saves it (`by_op`)."""
+        self.products += product
+        if not self.by_op or (product and self.products % 2 == 0):
+            return make()
+        outer, self.region = self.region, None
+        try:
+            return make()
+        finally:
+            self.region = outer
+
     def input(
         self, name: str, shape: Shape, dtype: str, how: How = How.INPUT, kind: Kind = Kind.PARAMETERS
     ) -> GraphTensor:
-        """What the graph is given."""
+        """An input of the graph."""
         found = self.record(name, how, (), shape, dtype, key=name, kind=kind)
         self.inputs.setdefault(name, found.value)
         found.value.name, found.value.block, found.value.checkpoint = name, block_of(name), None
         return found
 
     def clear(self) -> None:
-        """Let go of every value."""
+        """Drop every value."""
         for each in (self.values, self.inputs, self.casts, self.grads, self._known):
             each.clear()
 
-    # --- what `Tape` does on a ledger ---------------------------------------------------------------------------
+    # --- overrides of `Tape`, which records on a ledger ---------------------------------------------------------
 
     def made(
         self,
@@ -174,11 +189,11 @@ class GraphRecorder(Tape):
         **_: Any,
     ) -> Tensor:
         how = How.REDUCTION if kernel is Kernel.REDUCTION else How.POINTWISE if reads else How.CONSTANT
-        if name == "clone" and reads[0].shape != shape:  # a copy, then a view of it
-            return self.record(name, how, reads, reads[0].shape, dtype, kind=kind).seen(
+        if name == "clone" and reads[0].shape != shape:  # a copy, then a view of the copy
+            return self.record(name, how, reads, reads[0].shape, dtype, kind=kind).as_strided(
                 shape, contiguous_strides(shape)
             )
-        if how is How.REDUCTION and dtype in HALVES:  # computed in float32
+        if how is How.REDUCTION and dtype in HALVES:  # accumulated in float32
             return self.cast(self.record(name, how, reads, shape, "float32", strides, kind=kind), dtype, kind)
         return self.record(name, how, reads, shape, dtype, strides, kind=kind)
 
@@ -187,7 +202,7 @@ class GraphRecorder(Tape):
         return self.record("convert", How.POINTWISE, (x,), x.shape, dtype, strides, kind=kind)
 
     def note(self, *_: Any, **__: Any) -> None:
-        """Nothing: writes into a tensor that is there are not recorded."""
+        """Does nothing: writes into existing tensors are not recorded."""
 
     def buffer(self, name: str, shape: Shape, dtype: str) -> Tensor:
         return self.input(name, shape, dtype)

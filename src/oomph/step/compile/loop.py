@@ -1,10 +1,10 @@
 """nanoGPT's training loop around a compiled model: what happens between the generated programs.
 
-`torch.compile` wraps the model alone. The loop around it holds what the model returned until the next micro-step has
-returned its own, fetches the next batch before backward, and clips and updates with PyTorch's own optimizers.
-Outputs that are returned beside the loss cost twice: autograd hands the backward program a gradient of zeros for each,
-and what the caller holds cannot be overwritten in place. The backward program returns all gradients at its end: from
-the second micro-step on they are all alive beside those they are added to.
+`torch.compile` wraps the model alone. The loop around it holds the model's outputs until the next micro-step has
+returned, fetches the next batch before backward, and clips and updates with PyTorch's own optimizers. Outputs besides
+the loss cost twice: autograd passes the backward program a gradient of zeros for each, and memory that the caller
+holds cannot be overwritten in place. The backward program returns all gradients at its end: from the second
+micro-step on they are all alive alongside those they are added to.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import msgspec
 
 from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step, copied, exchanged
 from oomph.step.optimizer import Optimizer
+from oomph.step.sharding.rank import MOST_SHOWN, Rank
 from oomph.step.tensor.tensor import Storage
 
 
 class Programs(msgspec.Struct, frozen=True, eq=False):
-    """The generated programs of a model. Their buffers are patterns: the loop gives each micro-step its own."""
+    """A model's generated programs. Their buffers are placeholders: the loop gives each micro-step its own."""
 
-    batch: tuple[Buffer, ...]  # what forward reads; backward frees of it what it saved
+    batch: tuple[Buffer, ...]  # forward's inputs; backward frees those that forward saved
     forward: tuple[Op, ...]
     loss: Buffer
-    outputs: tuple[Buffer, ...]  # what forward returns beside the loss
+    outputs: tuple[Buffer, ...]  # forward's outputs besides the loss
     zeros: tuple[Buffer, ...]  # the gradients of those outputs
     backward: tuple[Op, ...]
     grads: Mapping[str, Buffer]  # by parameter name
@@ -33,23 +34,21 @@ class Programs(msgspec.Struct, frozen=True, eq=False):
 
 
 class CompiledLoop:
-    """The loop, and what its variables hold."""
+    """The loop, and the buffers its variables hold."""
 
     def __init__(self, programs: Programs, micro_steps: int, eval_batches: int, keep_outputs: bool = True) -> None:
         self.programs = programs
         self.micro_steps = micro_steps
         self.eval_batches = eval_batches
         self.keep_outputs = keep_outputs
-        self.grads: dict[str, Buffer] = {}
         self.batch = tuple(map(copied, programs.batch))
         self.outputs: tuple[Buffer, ...] = ()
         self.loss: Buffer | None = None
 
-    def step(
-        self, optimizer: Optimizer, parameters: Sequence[Buffer], first: bool, workspace_bytes: Sequence[int] = ()
-    ) -> Step:
-        """One optimizer step and one evaluation, which comes before a run's first step and after later ones."""
-        resident = [*parameters, *(Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes)]
+    def step(self, optimizer: Optimizer, parameters: Sequence[Buffer], first: bool, rank: Rank | None = None) -> Step:
+        """One optimizer step and one evaluation: before a run's first step, after any later one."""
+        rank = rank or Rank(optimizer.config, optimizer.cuda)
+        resident = [*parameters]
         if optimizer.precision.is_scaled:
             resident += [Buffer(f"scaler.{part}", 4, Kind.OPTIMIZER) for part in ("scale", "growth")]
         if not first:
@@ -57,16 +56,14 @@ class CompiledLoop:
             resident += [held.buffer for held in optimizer.state]
         resident += self._start(first)
         sections = self._evaluate() if first else []
-        for index in range(min(self.micro_steps, 3)):
-            last = self.micro_steps > 3 and index == 2
-            name = f"micro-steps 3 to {self.micro_steps}" if last else f"micro-step {index + 1}"
-            sections.append(Section(name, tuple(self._micro_step()), self.micro_steps - 2 if last else 1))
-        optimizer.grads = [Storage(optimizer.ledger, buffer) for buffer in self.grads.values()]
+        runs, grads = rank.collected([self._micro_step() for _ in range(min(self.micro_steps, MOST_SHOWN))], first)
+        sections += rank.sections(runs, self.micro_steps)
+        optimizer.grads = [Storage(optimizer.ledger, buffer) for buffer in grads]
         optimizer.step(first)
-        sections.append(Section("optimizer", optimizer.ledger.ops()))
+        sections.append(Section("optimizer", (*optimizer.ledger.ops(), *rank.after_update())))
         if not first:
             sections += self._evaluate()
-        return Step(tuple(resident), tuple(sections))
+        return Step((*resident, *rank.resident), tuple(sections))
 
     def _start(self, first: bool) -> list[Buffer]:
         if first:
@@ -76,8 +73,8 @@ class CompiledLoop:
             self.outputs = tuple(map(copied, self.programs.outputs))
         return [*self.batch, *self.outputs, self.loss]
 
-    def _micro_step(self) -> list[Op]:
-        """Forward, the next batch, backward, and the gradients added to those of earlier micro-steps."""
+    def _micro_step(self) -> tuple[list[Op], dict[str, Buffer]]:
+        """The operations of forward, the next batch and backward; and the gradients."""
         programs = self.programs
         outputs = tuple(map(copied, programs.outputs))
         loss = Buffer("loss.scaled", programs.loss.bytes, Kind.LOGITS)
@@ -87,7 +84,7 @@ class CompiledLoop:
         new |= {pattern: grads[name] for name, pattern in programs.grads.items()}
         saved = {buffer for op in programs.backward for buffer in op.frees if buffer in new}
         let_go = [*self.outputs, *([self.loss] if self.loss is not None else [])]
-        if not self.keep_outputs:  # what backward needs of them goes there
+        if not self.keep_outputs:  # backward frees those that it saved
             let_go += [own for own, pattern in zip(outputs, programs.outputs, strict=True) if pattern not in saved]
         ops = exchanged(programs.forward, new)
         ops.append(Op("loop.assign", Phase.FORWARD, frees=tuple(let_go)))
@@ -98,19 +95,11 @@ class CompiledLoop:
         for zeros in programs.zeros:
             ops.append(Op(zeros.name, Phase.BACKWARD, (zeros,), (), Kernel.POINTWISE, bytes_moved=zeros.bytes))
         ops += exchanged(programs.backward, new)
-        ops += self._collected(grads)
         self.batch, self.outputs, self.loss = following, outputs if self.keep_outputs else (), loss
-        return ops
-
-    def _collected(self, grads: dict[str, Buffer]) -> list[Op]:
-        """AccumulateGrad: the first gradients are kept, later ones added to them."""
-        if self.grads:
-            return [_accumulated(name, buffer) for name, buffer in grads.items()]
-        self.grads = grads
-        return []
+        return ops, grads
 
     def _evaluate(self) -> list[Section]:
-        """estimate_loss: a first batch, then others while what the one before returned is still held."""
+        """estimate_loss: a first batch, then the others, with the outputs of the batch before still alive."""
         programs = self.programs
         sections: list[Section] = []
         if not programs.evaluation:
@@ -130,13 +119,13 @@ class CompiledLoop:
 
 
 class CompiledNanochatLoop(CompiledLoop):
-    """nanochat's scripts/base_train.py, as `step.loop.NanochatLoop` has it: one batch buffer, and the loss alone.
+    """nanochat's scripts/base_train.py, like `step.programs.NanochatLoop`: one batch buffer, and the loss alone.
 
-    Every batch is copied into the same buffer, after backward. The loss of a micro-step is held until the next has its
-    own; it is divided by their number in another tensor.
+    Every batch is copied into the same buffer, after backward. A micro-step's loss is held until the next one's exists,
+    and divided by the number of micro-steps into another tensor.
     """
 
-    def _micro_step(self) -> list[Op]:
+    def _micro_step(self) -> tuple[list[Op], dict[str, Buffer]]:
         programs = self.programs
         loss = copied(programs.loss)
         divided = Buffer("loss.div", loss.bytes, Kind.LOGITS)
@@ -148,13 +137,7 @@ class CompiledNanochatLoop(CompiledLoop):
         ops.append(Op("loss.div", Phase.LOSS, (divided,), (), Kernel.POINTWISE, bytes_moved=8))
         ops += exchanged(programs.backward, new)
         ops.append(Op("loss.backward", Phase.BACKWARD, frees=(divided,)))
-        ops += self._collected(grads)
         moved = 2 * sum([buffer.bytes for buffer in self.batch])
         ops.append(Op("batch", Phase.BACKWARD, kernel=Kernel.POINTWISE, bytes_moved=moved))
         self.loss = loss
-        return ops
-
-
-def _accumulated(name: str, buffer: Buffer) -> Op:
-    """AccumulateGrad of a later micro-step: added in place, then let go."""
-    return Op(f"{name}.grad", Phase.BACKWARD, (), (buffer,), Kernel.POINTWISE, bytes_moved=3 * buffer.bytes)
+        return ops, grads

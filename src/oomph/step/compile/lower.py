@@ -20,8 +20,8 @@ from oomph.step.compile.tasks import (
     broadcast,
     merged,
     placed,
-    still,
     through,
+    without_unit_strides,
 )
 from oomph.step.ops import Kind
 from oomph.step.tensor.layout import ITEM_BYTES, Shape, numel
@@ -31,16 +31,16 @@ _READS = 8  # realize_acc_reads_threshold
 _OPERATIONS = 30  # realize_opcount_threshold
 _UNROLLED = 8  # unroll_reductions_threshold
 _OPERANDS = dict.fromkeys(("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt", "1"), 2) | {"where": 3}
-_COPIES = ("clone", "contiguous", "emb")  # numbers as they are, elsewhere
-_HEAVY = ("exp", "log", "sigmoid", "tanh")  # on a CPU written where several read them
+_COPIES = ("clone", "contiguous", "emb")  # copies without arithmetic
+_HEAVY = ("exp", "log", "sigmoid", "tanh")  # on a CPU, results of these are written out if several operations read them
 
 _PADDED_FROM = 1024  # torch._inductor.config.padding_stride_threshold
 _ALIGNED_BYTES = 128  # padding_alignment_bytes
 
 
-@lru_cache(maxsize=1024)  # blocks are alike: a program has few
+@lru_cache(maxsize=1024)  # a program repeats a few layouts in every block
 def padded_bytes(shape: Shape, strides: Shape, dtype: str) -> int:
-    """Bytes of a buffer on a card, where long rows begin at multiples of 128 bytes (ir.py `pad_strides`)."""
+    """Bytes of a buffer on a GPU, where long rows start at multiples of 128 bytes (ir.py `pad_strides`)."""
     item = ITEM_BYTES[dtype]
     align = _ALIGNED_BYTES // item
     if not any(stride > _PADDED_FROM and stride % align for stride in strides):
@@ -63,7 +63,7 @@ class Lowering:
         given: Mapping[Value, TaskBuffer],
         outputs: Iterable[Value],
         cuda: bool,
-        visible: Iterable[Value] = (),  # what the program's caller sees: laid out as it expects
+        visible: Iterable[Value] = (),  # values that the program's caller sees: their layout is not padded
         batch_size: int = 1,
     ) -> None:
         self.graph, self.cuda, self.batch_size = graph, cuda, batch_size
@@ -79,7 +79,7 @@ class Lowering:
         self.items: dict[Value, dict[int, TaskBuffer]] = {}
 
     def run(self) -> dict[Value, TaskBuffer]:
-        """Every task; returns the buffer behind each output."""
+        """Lower every value into `tasks`. Returns the buffer behind each output."""
         for value in self.graph:
             self._lower(value)
             if value.how is not How.CALL:
@@ -92,7 +92,7 @@ class Lowering:
     # --- values -------------------------------------------------------------------------------------------------
 
     def _lower(self, value: Value) -> None:
-        match value.how:  # the most frequent first
+        match value.how:  # the most frequent kind first
             case How.POINTWISE:
                 self._pointwise(value)
             case How.VIEW:
@@ -124,11 +124,11 @@ class Lowering:
             return
         if call.facts.get("reduction"):
             self._statistics(call)
-        if value not in self.views:  # one that nothing reads
+        if value not in self.views:  # nothing reads it
             self.views[value] = View(LazyResult(value, value.shape, value.strides), value.shape, value.strides)
 
     def _statistics(self, call: Value) -> None:
-        """var_mean: two results of one pass."""
+        """Lower var_mean: two results of one pass."""
         if call in self.items:
             return
         self.items[call] = {}
@@ -151,19 +151,22 @@ class Lowering:
                 found = [placed(read, places[0], places[1][index]) for read in found]
             elif view.shape != value.shape:
                 found = [broadcast(read, view.shape, value.shape) for read in found]
-            if 1 in value.shape:  # a loop of one step reads the same however long its step is
-                found = [still(read, value.shape) for read in found]
+            if 1 in value.shape:  # strides do not matter along dimensions of size 1
+                found = [without_unit_strides(read, value.shape) for read in found]
             reads |= dict.fromkeys(found)
             ops |= _shifted(view.lazy, found, (view.offset, places[1][index] if places else 0))
         sources = frozenset([read[0] for read in reads])
         ops |= dict.fromkeys([(value.index, part) for part in range(_operations(value))], sources)
         lazy.reads, lazy.ops = list(reads), ops
+        if not self.cuda:
+            own = value.op.partition("_")[0] in _HEAVY
+            lazy.is_heavy = own or any(self.views[operand].lazy.is_heavy for operand in value.inputs)
         self.views[value] = View(lazy, value.shape, value.strides)
         if value.how is How.RANDOM:
             self._write(lazy)
 
     def _reads(self, view: View) -> list[Read]:
-        """What is read to compute a view; what reads nothing itself is computed again, written or not."""
+        """The reads that compute a view. A constant is recomputed by every reader, even if it is also written."""
         lazy = view.lazy
         source = lazy.source
         if source is None:
@@ -199,13 +202,13 @@ class Lowering:
         return self._result(task, value)
 
     def _reads_whole(self, view: View) -> bool:
-        """Whether a buffer is read that has a number for each of the view's: else inductor does not split its sum."""
+        """Whether some buffer is read without broadcasting: otherwise inductor does not split the reduction."""
         dims = [dim for dim, size in enumerate(view.shape) if size > 1]
         reads = self._reads(view)
         return any(strides is None or all(strides[dim] for dim in dims) for _, strides, _ in reads)
 
     def _by_rows(self, value: Value, view: View, rows: int) -> View:
-        """A sum of everything: of each row first, as what it reads was summed up, then of the rows."""
+        """A full sum in two passes: each row first, split as the sums it depends on were, then over the rows."""
         task = self._task(value, rows, numel(view.shape) // rows)
         task.shape = view.shape
         for source, strides, start in self._reads(view):
@@ -217,7 +220,7 @@ class Lowering:
         return self._result(task, value)
 
     def _unrolled(self, value: Value, view: View) -> View:
-        """A sum of a few numbers is elementwise."""
+        """A sum of a few numbers, unrolled into an elementwise result."""
         lazy = LazyResult(value, value.shape, value.strides)
         lazy.reads = list(dict.fromkeys([(source, None, 0) for source, _, _ in self._reads(view)]))
         lazy.ops = view.lazy.ops | {value.index: frozenset([read[0] for read in lazy.reads])}
@@ -230,7 +233,7 @@ class Lowering:
                 self.views[item] = self._result(task, item)
 
     def _extern(self, value: Value) -> LoopNest:
-        """A kernel from outside reads whole buffers."""
+        """The task of an external kernel, which reads whole buffers."""
         sources = [self._operand(each, value) for each in value.inputs]
         task = self._task(value, 0, 1, is_extern=True)
         for source in sources:
@@ -238,9 +241,9 @@ class Lowering:
         return task
 
     def _operand(self, operand: Value, kernel: Value) -> TaskBuffer:
-        """Its buffer. What is not written by then is written for this kernel alone if that is attention.
+        """The operand's buffer. An unwritten operand of attention is written for that kernel alone.
 
-        Forward takes a mask that is repeated for every sequence once, backward whole (lowering.py `sdpa_constraint`).
+        A mask broadcast over the sequences is written once for forward, expanded for backward (`sdpa_constraint`).
         """
         view = self.views[operand]
         if view.lazy.source is not None or not kernel.op.startswith("attention"):
@@ -251,7 +254,7 @@ class Lowering:
         return self._write(copy)
 
     def _scatter(self, value: Value) -> None:
-        """Zeros are written, then the rows are added in place."""
+        """Write zeros, then add the rows in place."""
         zeros, *rest = value.inputs
         lazy = LazyResult(value, value.shape, value.strides)
         lazy.source = source = self._write(_fresh(self.views[zeros].lazy))
@@ -287,34 +290,31 @@ class Lowering:
         if len(users) > 1:
             product, several = "mm" in [user.op for user in users], self._nontrivial(lazy) > 1
             if product or (any(map(_is_kernel, users)) and several):
-                self._write(lazy, None if several else view.shape)  # a mere copy as the product reads it
+                self._write(lazy, None if several else view.shape)  # a mere copy gets the layout the product reads
                 return
             much = self._is_large(lazy) or len(lazy.reads) > _READS_ON_REUSE
-            if much or (not self.cuda and self._is_heavy(lazy)):
+            if much or (not self.cuda and lazy.is_heavy):
                 self._write(lazy)
                 return
         if (len(lazy.reads) > _READS or self._is_large(lazy)) and self._nontrivial(lazy) > 1:
             self._write(lazy)
 
     def _nontrivial(self, lazy: LazyResult) -> int:
-        """Reads at places that are not always the same."""
+        """The number of reads that are not of a single element."""
         return sum([strides is None or any(strides) for _, strides, _ in lazy.reads])
 
     def _is_large(self, lazy: LazyResult) -> bool:
         return len(lazy.ops) + len(lazy.reads) > _OPERATIONS
 
-    def _is_heavy(self, lazy: LazyResult) -> bool:
-        return lazy.value.op.partition("_")[0] in _HEAVY
-
     def _write(self, lazy: LazyResult, shape: Shape | None = None) -> TaskBuffer:
-        """Its buffer, written if it is not there, in loops over `shape`."""
+        """The result's buffer; writes it first, in loops over `shape`, if nothing has yet."""
         if lazy.source is None:
             task = self._task(lazy.value, numel(lazy.shape), 1)
             task.shape = shape or lazy.shape
             for source, strides, start in lazy.reads:
                 task.read(source, merged(lazy.shape, strides, start, lazy.strides))
             lazy.source = self._result(task, lazy.value).lazy.source
-            lazy.reads, lazy.ops = [], {}
+            lazy.reads, lazy.ops, lazy.is_heavy = [], {}, False
         assert lazy.source is not None
         return lazy.source
 
@@ -325,7 +325,7 @@ class Lowering:
 
     def _source(self, task: LoopNest, value: Value, size_bytes: int, kind: Kind) -> TaskBuffer:
         source = TaskBuffer(value.name, size_bytes, value.dtype, kind, value.block, task)
-        source.batched = size_bytes != value.bytes or value.bytes % self.batch_size == 0  # padded, or in part a sum
+        source.batched = size_bytes != value.bytes or value.bytes % self.batch_size == 0  # padded, or a partial sum
         return source
 
     def _result(self, task: LoopNest, value: Value) -> View:
@@ -338,9 +338,9 @@ class Lowering:
 
 
 def _operations(value: Value) -> int:
-    """How many operations inductor counts in it: a number that it adds or compares with is one too."""
+    """The number of operations inductor counts in a value: a constant operand counts as one too."""
     count = len(value.inputs)
-    if value.how is How.CAT:  # of each part a place is looked up, compared with its ends, and masked
+    if value.how is How.CAT:  # each part takes an index, comparisons with its bounds, and a mask
         return 5 * count + 1 + max(count - 2, 0)
     if value.op in _COPIES:
         return 0
@@ -348,7 +348,7 @@ def _operations(value: Value) -> int:
 
 
 def _shifted(lazy: LazyResult, reads: Sequence[Read], shift: tuple[int, int]) -> dict[Hashable, frozenset[TaskBuffer]]:
-    """The operations of an unwritten result as they are read here: on shifted numbers they count as others."""
+    """The operations of an unwritten result; reading them at another offset makes them distinct operations."""
     if shift == (0, 0) or not lazy.ops:
         return lazy.ops
     moved = {before[0] for before, now in zip(lazy.reads, reads, strict=True) if before[2] != now[2]}
@@ -356,7 +356,7 @@ def _shifted(lazy: LazyResult, reads: Sequence[Read], shift: tuple[int, int]) ->
 
 
 def _rows_before(lazy: LazyResult) -> int:
-    """How many rows the sums had that a result is computed from, if all had as many (ir.py `num_splits`)."""
+    """The number of rows in the reductions that a result is computed from; 0 if they differ (ir.py `num_splits`)."""
     found: set[tuple[int, int]] = set()
     tasks = {source.task for source, _, _ in lazy.reads}
     while tasks and not found:
@@ -368,14 +368,14 @@ def _rows_before(lazy: LazyResult) -> int:
 
 
 def _is_kernel(value: Value) -> bool:
-    """Whether it reads its operands from memory."""
+    """Whether an operation reads its operands from memory."""
     return value.op in ("bmm", "grouped_mm") or (
         value.how is How.CALL and not value.facts.get("view") and not value.facts.get("reduction")
     )
 
 
 def _loops(shape: Shape, reduced: Shape) -> list[int]:
-    """The dimensions of an operand as its reduction loops over them: those that stay, then those that go."""
+    """The operand's dimensions in the order its reduction loops over them: kept dimensions first, then reduced ones."""
     if len(shape) == len(reduced):
         stay = [size == kept for size, kept in zip(shape, reduced, strict=True)]
     else:
@@ -384,7 +384,7 @@ def _loops(shape: Shape, reduced: Shape) -> list[int]:
 
 
 def base_of(value: Value) -> Value:
-    """What a view, or one of the parts of a split, is a view of."""
+    """The value that a view, or a part of a split, is a view of."""
     while True:
         if value.how is How.ITEM and value.inputs[0].facts.get("view"):
             value = value.inputs[0]
@@ -394,16 +394,16 @@ def base_of(value: Value) -> Value:
 
 
 def _fresh(lazy: LazyResult) -> LazyResult:
-    """A copy that is written for itself."""
+    """A copy of an unwritten result, to be written separately."""
     return LazyResult(lazy.value, lazy.shape, lazy.strides)
 
 
-SMS, _THREADS = 108, 2048  # multiprocessors and threads of the card assumed here: they move a few kilobytes
-_LEAST, _MOST = 32 * SMS * _THREADS, 512 * SMS * _THREADS  # numbers that fill it
+SMS, _THREADS = 108, 2048  # multiprocessors, and threads on each, of the card assumed: others change a few kilobytes
+_LEAST, _MOST = 32 * SMS * _THREADS, 512 * SMS * _THREADS  # elements that fill the card
 
 
 def split_factor(reduced: int, count: int, inner: bool) -> int:
-    """Into how many parts inductor splits a reduction with few results (choices.py `reduction_split_factor`)."""
+    """How many parts inductor splits a reduction with few results into (choices.py `reduction_split_factor`)."""
     whole = reduced * count
     if inner:
         if count >= 2 * SMS or reduced <= 8192:
@@ -424,7 +424,7 @@ def split_factor(reduced: int, count: int, inner: bool) -> int:
 
 
 def _even(whole: int, size: int, near: int, least: int) -> int:
-    """A divisor near the size, else the size."""
+    """A divisor of `whole` within `near` of `size`, or else `size`."""
     for away in range(near):
         for each in (size - away, size + away):
             if each > 0 and whole % each == 0:

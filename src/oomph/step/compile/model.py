@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from oomph.config.programs import ON_THE_TRAINER
 from oomph.config.schema import TrainConfig
 from oomph.step import models
 from oomph.step.collector import uncollected
@@ -29,46 +30,46 @@ from oomph.step.tensor.tape import Module
 from oomph.step.tensor.tensor import Tensor
 
 T = TypeVar("T")
-ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: before, the loss's backward writes the targets out as a float32 matrix
-DONATED_FROM = (2, 6)  # pytorch#139669: since then what forward saved may be overwritten in place
-MIXED_FROM = (2, 10)  # one kernel may sum up along rows and columns: read in 2.13, the first version is assumed
+ONE_HOT_BEFORE = (2, 5)  # pytorch#129043: until then the loss's backward writes the targets as a float32 one-hot matrix
+DONATED_FROM = (2, 6)  # pytorch#139669: since then backward may overwrite saved activations in place
+MIXED_FROM = (2, 10)  # one kernel may reduce along both rows and columns: read in 2.13, the first version is assumed
 
 
 class Scalable(msgspec.Struct, frozen=True, eq=False):
     """Which sizes of a program depend on the batch size."""
 
-    still_bytes: dict[Op, int]  # of the bytes that operations move, those that the batch does not change
-    batched: frozenset[Buffer]  # buffers whose size grows with it
+    fixed_bytes: dict[Op, int]  # bytes an operation moves that do not depend on the batch
+    batched: frozenset[Buffer]  # buffers whose size grows with the batch
 
 
 class CompiledModel(msgspec.Struct, frozen=True, eq=False):
-    """A model's programs. It returns the loss, and the logits where they are asked for; or its hidden state."""
+    """A model's programs. Forward returns the loss, and the logits if they are asked for; or the hidden state."""
 
     batch: tuple[Buffer, ...]
     forward: tuple[Op, ...]
     returned: tuple[Buffer, ...]
-    tangents: tuple[Buffer, ...]  # the gradients of what it returns, as backward takes them
+    tangents: tuple[Buffer, ...]  # gradients of the outputs, backward's inputs
     backward: tuple[Op, ...]
     grads: dict[str, Buffer]  # by parameter name
     scalable: Scalable
 
 
 class CompiledEvaluation(msgspec.Struct, frozen=True, eq=False):
-    """A model's forward without gradients, and what it returns."""
+    """A model's forward without gradients, and its outputs."""
 
     batch: tuple[Buffer, ...]
     forward: tuple[Op, ...]
     returned: tuple[Buffer, ...]
 
 
-@lru_cache(maxsize=256)  # a search asks for many, and for some again
+@lru_cache(maxsize=256)  # a search asks for many configs, some of them repeatedly
 def compiled_model(config: TrainConfig, cuda: bool, threads: int) -> CompiledModel:
-    """The programs of a config's model. With a chunked loss, whatever the chunk, it ends with its hidden state."""
+    """The programs of a config's model. With a chunked loss of any chunk size, the model ends with its hidden state."""
     return _from_few_blocks(config, cuda, threads, ProgramMaker.training)
 
 
 def compiled_evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvaluation:
-    """The forward program of a config's model that an evaluation runs, whatever training keeps and drops."""
+    """The forward program that an evaluation of a config's model runs, independent of what training saves."""
     return _evaluation(msgspec.structs.replace(config, checkpoint_layers=0, dropout=0.0), cuda, threads)
 
 
@@ -77,9 +78,9 @@ def _evaluation(config: TrainConfig, cuda: bool, threads: int) -> CompiledEvalua
     return _from_few_blocks(config, cuda, threads, ProgramMaker.evaluation)
 
 
-@uncollected()  # a graph is full of circles, all of them needed to the end
+@uncollected()  # a graph is full of reference cycles, all alive to the end
 def _from_few_blocks(config: TrainConfig, cuda: bool, threads: int, make: Callable[[ProgramMaker], T]) -> T:
-    """What is made of a few blocks and repeated, or of all of them where they are not alike."""
+    """The programs made from a few recorded blocks, repeated; from all of them if the blocks differ."""
     maker = ProgramMaker(config, cuda, threads, *sample(models.kinds(config)))
     try:
         return make(maker)
@@ -92,12 +93,12 @@ def _from_few_blocks(config: TrainConfig, cuda: bool, threads: int, make: Callab
 
 
 class ProgramMaker:
-    """Takes a config's model through the passes: recorded, cut, repeated, lowered, fused, ordered, written out."""
+    """Takes a config's model through the passes: record, partition, repeat, lower, fuse, order, emit."""
 
     def __init__(
         self, config: TrainConfig, cuda: bool, threads: int, layers: Sequence[int], gaps: Sequence[Gap]
     ) -> None:
-        """`layers` are the blocks to record, `gaps` those between them that are like others."""
+        """`layers` are the blocks to record, `gaps` the runs of identical blocks left out between them."""
         self.config, self.cuda, self.gaps = config, cuda, gaps
         self.precision = precision(config, cuda)
         self.version = tuple([int(part) for part in config.torch_version.split(".")[:2]])
@@ -107,7 +108,7 @@ class ProgramMaker:
         self.weights = {name: each for name, each in weights.items() if block_of(name) in (None, *layers)}
         self.values: list[Value] = []
         self.tasks: list[LoopNest] = []
-        self.still_bytes: dict[Op, int] = {}
+        self.fixed_bytes: dict[Op, int] = {}
         self.batched: set[Buffer] = set()
         options: dict[str, Any] = {"cuda": cuda, "threads": threads, "tf32": cuda and config.allow_tf32}
         self.recorder = GraphRecorder(self.weights, RULES, layers=layers, **options)
@@ -132,9 +133,9 @@ class ProgramMaker:
             for out, each in zip(returned, tangents, strict=True)
         }
         held = {memory[value] for value in graphs.inputs if value.kind is Kind.PARAMETERS}
-        held.update(results if keeps_outputs(self.config) else results[:1])  # the loss is the loop's in any case
+        held.update(results if keeps_outputs(self.config) else results[:1])  # the loop holds the loss in any case
         if not self.config.loss_chunk:
-            held.add(memory[tangents[0].value])  # of the loss: the loop's
+            held.add(memory[tangents[0].value])  # the loss's gradient, which the loop holds
         backward, made = self._compile_backward(
             graphs.backward, graphs.saved, tangents, memory, list(grads.values()), held, results
         )
@@ -146,11 +147,11 @@ class ProgramMaker:
             tangents=tuple([memory[each.value] for each in tangents]),
             backward=(*backward, *copies),
             grads=found,
-            scalable=Scalable(self.still_bytes, frozenset(self.batched)),
+            scalable=Scalable(self.fixed_bytes, frozenset(self.batched)),
         )
 
     def _record(self, training: bool) -> tuple[GraphRecorder, list[Tensor]]:
-        """The model's graph, and what it returns: the loss first, or the hidden state that a chunked loss takes."""
+        """The model's graph and its outputs: the loss first, or the hidden state that a chunked loss reads."""
         config = self.config
         recorder = self.recorder
         recorder.training = recorder.grad_enabled = training
@@ -175,7 +176,7 @@ class ProgramMaker:
         saved: Sequence[Value],
         phase: Phase,
     ) -> tuple[Op, ...]:
-        """The program; `memory` gets what it returns and saves."""
+        """The forward program; its outputs and saved values are added to `memory`."""
         visible = [_value(each) for each in returned]
         given = {value: _input(value) for value in memory}
         outputs = [*visible, *(value for value in saved if value.how is not How.INPUT)]
@@ -193,7 +194,7 @@ class ProgramMaker:
         held: Collection[Buffer],
         returned: Collection[Buffer],
     ) -> tuple[tuple[Op, ...], dict[Value, Buffer]]:
-        """The backward program, which overwrites nothing that forward `returned`, and the memory of its gradients."""
+        """The backward program, which overwrites nothing that forward `returned`, and the buffers of its gradients."""
         given = {value: _input(value) for value in (*saved, *(tangent.value for tangent in tangents))}
         for value, source in given.items():
             source.freeable = value.how is not How.INPUT
@@ -213,7 +214,7 @@ class ProgramMaker:
     ) -> tuple[tuple[Op, ...], dict[Value, Buffer]]:
         for value, source in given.items():
             if value in memory and value.bytes == base_of(value).bytes:
-                source.bytes = memory[value].bytes  # with its padding
+                source.bytes = memory[value].bytes  # including its padding
         batch_size = self.config.batch_size
         for value, source in given.items():
             source.batched = value.bytes % batch_size == 0
@@ -221,10 +222,10 @@ class ProgramMaker:
         found = lowering.run()
         order, live = ordered(fused(lowering.tasks, self.cuda and self.version >= MIXED_FROM), given.values())
         buffers = {source: memory[value] for value, source in given.items() if value in memory}
-        ops, still = emitted(order, live, buffers, held, phase)
+        ops, fixed = emitted(order, live, buffers, held, phase)
         self.values += (*given, *lowering.graph)
         self.tasks += lowering.tasks
-        self.still_bytes |= still
+        self.fixed_bytes |= fixed
         self.batched |= {buffer for source, buffer in buffers.items() if source.batched}
         return ops, {value: buffers[source.root] for value, source in found.items()}
 
@@ -242,7 +243,7 @@ class ProgramMaker:
         return CompiledEvaluation(tuple(self.batch.values()), ops, tuple([memory[_value(each)] for each in returned]))
 
     def let_go(self) -> None:
-        """Break the circles of values, tasks and buffers: a search makes many, and pauses garbage collection."""
+        """Break the reference cycles of values, tasks and buffers: a search makes many, uncollected."""
         for value in (*self.recorder.values, *self.values):
             value.users = []
         for task in self.tasks:
@@ -251,12 +252,12 @@ class ProgramMaker:
 
 
 def keeps_outputs(config: TrainConfig) -> bool:
-    """Whether the loop holds what the model returns during backward. The Trainer lets go of it before."""
-    return config.trainer != "hf"
+    """Whether the loop holds the model's outputs during backward. The Trainer drops them before."""
+    return config.trainer not in ON_THE_TRAINER
 
 
 def _apart(grads: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Op]]:
-    """Gradients with a buffer each, and the copies for that: autograd copies one that two parameters have in common."""
+    """Gradients with a buffer each, and the copies this takes: autograd copies a gradient that two parameters share."""
     copies: list[Op] = []
     seen: set[Buffer] = set()
     for name, buffer in grads.items():
@@ -277,7 +278,7 @@ def _input(value: Value) -> TaskBuffer:
 
 
 def _used(graph: Sequence[Value], wanted: Collection[Value]) -> list[Value]:
-    """Only what the wanted values need."""
+    """The graph's values that the wanted ones depend on, in order."""
     found, todo = set[Value](), list(wanted)
     while todo:
         value = todo.pop()

@@ -1,4 +1,4 @@
-"""The order of kernels: of a few candidates inductor takes the one with the lowest estimated peak (memory.py)."""
+"""The order of kernels: inductor takes the candidate with the lowest estimated peak (memory.py)."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
 
-from oomph.step.compile.fuse import Group
+from oomph.step.compile.fuse import FusedTasks
 from oomph.step.compile.graph import How
 from oomph.step.compile.tasks import TaskBuffer
 
 
-class _Unit:
-    """What is put in order: a kernel, or one result that is taken from the tuple that a kernel returns."""
+class _Scheduled:
+    """One item to be ordered: a kernel, or one result unpacked from the tuple that a kernel returns."""
 
     __slots__ = ("before", "group", "index", "made", "place", "reads", "roots", "size", "writes")
 
     def __init__(
-        self, index: int, group: Group | None, reads: Iterable[TaskBuffer], writes: Iterable[TaskBuffer]
+        self, index: int, group: FusedTasks | None, reads: Iterable[TaskBuffer], writes: Iterable[TaskBuffer]
     ) -> None:
         self.index, self.group = index, group
-        self.place = index  # in the order that is looked at
+        self.place = index  # in the candidate order
         self.reads, self.writes = tuple(reads), tuple(writes)
         self.made = [source for source in self.writes if source.root is source]
-        self.size = sum([source.bytes for source in self.made])  # bytes that it allocates
-        self.roots: list[TaskBuffer] = []  # whose memory it reads
-        self.before: list[_Unit] = []
+        self.size = sum([source.bytes for source in self.made])  # bytes it allocates
+        self.roots: list[TaskBuffer] = []  # the buffers whose memory it reads
+        self.before: list[_Scheduled] = []
 
 
-class _Facts:
-    """What the candidates are judged by."""
+class _Lifetimes:
+    """Live ranges of buffers, by which the candidates are judged."""
 
-    def __init__(self, groups: Sequence[Group], inputs: Iterable[TaskBuffer]) -> None:
-        self.units: list[_Unit] = []
-        self.following: dict[_Unit, list[_Unit]] = {}
+    def __init__(self, groups: Sequence[FusedTasks], inputs: Iterable[TaskBuffer]) -> None:
+        self.units: list[_Scheduled] = []
+        self.following: dict[_Scheduled, list[_Scheduled]] = {}
         for group in groups:
             self._add(group)
         self.inputs = [source for source in inputs if source.freeable and source.users]
         self.maker = {source: unit for unit in self.units for source in unit.writes}
-        self.readers: dict[TaskBuffer, list[_Unit]] = {source.root: [] for source in self.maker}
+        self.readers: dict[TaskBuffer, list[_Scheduled]] = {source.root: [] for source in self.maker}
         for unit in self.units:
             for source in unit.reads:
                 self._read(unit, source)
         made = [(source, self.readers[source] or [unit]) for unit in self.units for source in unit.made]
         lives = [*((source, self.readers[source]) for source in self.inputs), *made]
-        # Bytes that are freed, and the units that read them: the last one frees.
+        # Bytes, and the units that read them, of which the last frees them.
         self.ends = [(source.bytes, units) for source, units in lives if not source.is_output]
 
-    def _add(self, group: Group) -> None:
-        """A kernel that returns several results allocates them all; each lives as if it were made by its own unit."""
+    def _add(self, group: FusedTasks) -> None:
+        """Add a kernel; one with several results allocates them all, and each gets a unit of its own."""
         if group.tasks[0].value.how is not How.CALL:
             self._put(group, group.reads, group.writes)
             return
@@ -59,13 +59,13 @@ class _Facts:
             item.before.append(kernel)
             self.following[kernel].append(item)
 
-    def _put(self, group: Group | None, reads: Iterable[TaskBuffer], writes: Iterable[TaskBuffer]) -> _Unit:
-        unit = _Unit(len(self.units), group, reads, writes)
+    def _put(self, group: FusedTasks | None, reads: Iterable[TaskBuffer], writes: Iterable[TaskBuffer]) -> _Scheduled:
+        unit = _Scheduled(len(self.units), group, reads, writes)
         self.units.append(unit)
         self.following[unit] = []
         return unit
 
-    def _read(self, unit: _Unit, source: TaskBuffer) -> None:
+    def _read(self, unit: _Scheduled, source: TaskBuffer) -> None:
         maker, root = self.maker.get(source), source.root
         if maker is not None and maker is not unit and maker not in unit.before:
             self.following[maker].append(unit)
@@ -77,8 +77,8 @@ class _Facts:
             readers.append(unit)
             unit.roots.append(root)
 
-    def live(self, order: Sequence[_Unit]) -> list[int]:
-        """Bytes alive while each kernel runs, as inductor's estimate_peak_memory has them."""
+    def live(self, order: Sequence[_Scheduled]) -> list[int]:
+        """Bytes alive while each kernel runs, by inductor's estimate_peak_memory."""
         for place, unit in enumerate(order):
             unit.place = place
         change = [*(unit.size for unit in order), 0]
@@ -88,9 +88,9 @@ class _Facts:
         return list(accumulate(change[:-1]))
 
 
-def ordered(groups: Sequence[Group], inputs: Iterable[TaskBuffer]) -> tuple[list[Group], list[int]]:
-    """The kernels in the order they run, and the bytes that inductor takes to be alive while each does."""
-    facts = _Facts(groups, inputs)
+def ordered(groups: Sequence[FusedTasks], inputs: Iterable[TaskBuffer]) -> tuple[list[FusedTasks], list[int]]:
+    """The kernels in the order they run, and the bytes that inductor believes are alive during each."""
+    facts = _Lifetimes(groups, inputs)
     candidates = [facts.units, _least_peak_first(facts), _breadth_first(facts), _depth_first(facts)]
     judged = [(facts.live(candidate), candidate) for candidate in candidates]
     lives, best = min(judged, key=lambda each: max(each[0], default=0))
@@ -98,8 +98,8 @@ def ordered(groups: Sequence[Group], inputs: Iterable[TaskBuffer]) -> tuple[list
     return [group for group, _ in found], [live for _, live in found]
 
 
-def _least_peak_first(facts: _Facts) -> list[_Unit]:
-    """topological_sort_lpmf: what does not raise the peak and lets most go."""
+def _least_peak_first(facts: _Lifetimes) -> list[_Scheduled]:
+    """topological_sort_lpmf: first kernels that do not raise the peak, of them the one that frees most."""
     waits = {unit: len(unit.before) for unit in facts.units}
     uses = {source: len(readers) + source.is_output for source, readers in facts.readers.items()}
     frees = dict.fromkeys(facts.units, 0)
@@ -110,7 +110,7 @@ def _least_peak_first(facts: _Facts) -> list[_Unit]:
     kept = sum([source.bytes for source in facts.readers if source.is_output and (source.task or source.freeable)])
     most = max(live, kept)
     ready = [unit for unit in facts.units if not waits[unit]]
-    result: list[_Unit] = []
+    result: list[_Scheduled] = []
     while ready:
         gap = most - live
         chosen = min(
@@ -134,15 +134,15 @@ def _least_peak_first(facts: _Facts) -> list[_Unit]:
     return result
 
 
-def _breadth_first(facts: _Facts) -> list[_Unit]:
-    """topological_sort_bfs: first what reads the oldest."""
+def _breadth_first(facts: _Lifetimes) -> list[_Scheduled]:
+    """topological_sort_bfs: first the kernel whose inputs are oldest."""
     waits = {unit: len(unit.before) for unit in facts.units}
-    at: dict[_Unit, int] = {}
-    heap: list[tuple[list[int], int, _Unit]] = []
+    at: dict[_Scheduled, int] = {}
+    heap: list[tuple[list[int], int, _Scheduled]] = []
     for unit in facts.units:
         if not waits[unit]:
             heappush(heap, ([], unit.index, unit))
-    result: list[_Unit] = []
+    result: list[_Scheduled] = []
     while heap:
         chosen = heappop(heap)[2]
         at[chosen] = len(result)
@@ -154,10 +154,10 @@ def _breadth_first(facts: _Facts) -> list[_Unit]:
     return result
 
 
-def _depth_first(facts: _Facts) -> list[_Unit]:
-    """topological_sort_dfs: the smallest first, each after what it reads."""
+def _depth_first(facts: _Lifetimes) -> list[_Scheduled]:
+    """topological_sort_dfs: the smallest first, each after its inputs."""
     weight = {g: (g.size + sum([s.bytes for s in g.roots]), g.index) for g in facts.units}
-    done: dict[_Unit, None] = {}
+    done: dict[_Scheduled, None] = {}
     for start in sorted(facts.units, key=weight.__getitem__):
         stack = [start]
         while stack:

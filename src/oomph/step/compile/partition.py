@@ -1,8 +1,8 @@
 """What forward saves for backward: inductor's min-cut partitioner (torch/_functorch/partitioners.py, torch 2.13).
 
-Keeping a value costs its bytes, more the farther it is from backward, twice as much where nothing needs to write it
-anyway. Expensive values are never recomputed: products and kernels, results much smaller than their operands, what
-backward would have to write to memory. The cheapest cut between these and backward says what is saved.
+Saving a value costs its bytes, more the farther it is from backward, twice as much if nothing else would write it.
+Some values are never recomputed: matrix products and kernels, results much smaller than their operands, values that
+backward would have to write to memory. The minimum cut between these and backward is the set of saved values.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import msgspec
 
 from oomph.step.compile.graph import FUSIBLE, How, Value
 
-_LONG_CHAIN = 100  # operations in a row that may be fused: more are not computed again
-_FAR = 100  # from backward: farther values weigh no more
+_LONG_CHAIN = 100  # longer chains of fusible operations are not recomputed
+_FAR = 100  # distance from backward beyond which values weigh no more
 _INFINITE = 1 << 62
-_NEVER = 10**9  # the distance from backward of what backward does not need
+_NEVER = 10**9  # the distance of a value that backward does not need
 
 
 class Graphs(msgspec.Struct, frozen=True):
-    """The two programs that inductor gets."""
+    """The forward and the backward graph that inductor compiles."""
 
     inputs: tuple[Value, ...]  # parameters, buffers and the batch
     forward: tuple[Value, ...]  # in the order they were recorded
-    backward: tuple[Value, ...]  # what is saved is no part of it
+    backward: tuple[Value, ...]  # without the saved values
     saved: tuple[Value, ...]
 
 
@@ -42,7 +42,7 @@ def _is_view(value: Value) -> bool:
 
 
 def partition(values: Sequence[Value], outputs: Iterable[Value], grads: Iterable[Value]) -> Graphs:
-    """Both graphs: `outputs` are what forward returns to the program, `grads` what backward does."""
+    """Both graphs: `outputs` are forward's results for the caller, `grads` backward's."""
     outputs, grads = list(outputs), list(grads)
     problem = _Partitioner(values, outputs, grads)
     saved = problem.saved()
@@ -55,7 +55,7 @@ def partition(values: Sequence[Value], outputs: Iterable[Value], grads: Iterable
 
 
 def _needed(values: Sequence[Value], wanted: Iterable[Value], given: set[Value]) -> list[Value]:
-    """What is computed to get the wanted values from the given ones, in order."""
+    """The values computed to get from the given ones to the wanted ones, in order."""
     found: set[Value] = set()
     todo = list(wanted)
     while todo:
@@ -67,7 +67,7 @@ def _needed(values: Sequence[Value], wanted: Iterable[Value], given: set[Value])
 
 
 def _in_engines_order(values: Sequence[Value], late: Sequence[Value], saved: set[Value]) -> list[Value]:
-    """reordering_to_mimic_autograd_engine: what backward computes again is computed just before it is needed."""
+    """reordering_to_mimic_autograd_engine: what backward recomputes is recomputed just before it is needed."""
     wanted = set(late)
     start = next(v.index for v in values if v.how is not How.TANGENT and any(i.how is How.TANGENT for i in v.inputs))
     done: set[Value] = set()
@@ -127,14 +127,14 @@ class _Partitioner:
         return [v for v in self.values if not near_sink[2 * v.index] and near_sink[2 * v.index + 1]]
 
     def _is_computed_again(self, value: Value) -> bool:
-        """Whether it is in a checkpointed region, and no later one begins with it."""
+        """Whether a value is in a checkpointed region, and is no later region's input."""
         region = value.checkpoint
         if region is None or not self.forward[value.index]:
             return False
         return not any(user.checkpoint is not None and user.checkpoint > region for user in value.users)
 
     def _forward(self, outputs: Sequence[Value]) -> list[bool]:
-        """Whether forward needs each value; inputs always are its own."""
+        """Whether forward computes each value, or gets it as an input."""
         found = [value.how is How.INPUT for value in self.values]
         todo = list(outputs)
         while todo:
@@ -145,7 +145,7 @@ class _Partitioner:
         return found
 
     def _backward(self, grads: Sequence[Value]) -> tuple[list[bool], list[bool]]:
-        """Whether each value depends on the loss's gradient, and whether backward must have it."""
+        """Whether each value depends on the loss's gradient, and whether backward has to produce it."""
         closure = [False] * len(self.values)
         for value in self.values:
             closure[value.index] = value.how is How.TANGENT or any(closure[i.index] for i in value.inputs)
@@ -155,7 +155,7 @@ class _Partitioner:
         return closure, late
 
     def _distances(self) -> list[int]:
-        """Operations from each value to backward."""
+        """The number of operations from each value to backward."""
         found = [0] * len(self.values)
         for value in reversed(self.values):
             if self.forward[value.index]:
@@ -163,7 +163,7 @@ class _Partitioner:
         return found
 
     def _fuses(self, first: Value, second: Value) -> bool:
-        """Whether inductor may compute both in one kernel."""
+        """Whether inductor may fuse the two."""
         return second.how is How.CAT or (self.fusible[first.index] and self.fusible[second.index])
 
     def _ban(self, value: Value) -> None:
@@ -171,10 +171,10 @@ class _Partitioner:
             self.banned[value.index] = True
 
     def _is_expensive(self, value: Value) -> bool:
-        """should_ban_recomputation."""
+        """Whether recomputing a value costs more than saving it (should_ban_recomputation)."""
         if value.how in (How.ITEM, How.INPUT, How.TANGENT):
             return False
-        if value.checkpoint is not None:  # it begins a later region
+        if value.checkpoint is not None:  # the input of a later region
             return True
         if not self.fusible[value.index] or value.how is How.RANDOM:
             return True
@@ -184,7 +184,7 @@ class _Partitioner:
         return 4 * size < sum([each.bytes for each in value.inputs])
 
     def _is_written_late(self, value: Value) -> bool:
-        """is_materialized_backwards: an operation of backward reads it that is fused with nothing."""
+        """is_materialized_backwards: whether an operation of backward that cannot be fused reads it."""
         todo = [value]
         while todo:
             each = todo.pop()
@@ -203,7 +203,7 @@ class _Partitioner:
         return size if written else 2 * size
 
     def _ban_uses_far_apart(self) -> None:
-        """What reads a value again after something that is not fused is not computed again from it."""
+        """Ban recomputing the later users of a value where an operation that cannot be fused lies between its users."""
         for used in self.values:
             if not self.forward[used.index]:
                 continue
@@ -252,10 +252,10 @@ class _Partitioner:
 
 
 class _Flow:
-    """A network, and its cheapest cut by Dinic's algorithm."""
+    """A flow network, and its minimum cut by Dinic's algorithm."""
 
     def __init__(self, nodes: int) -> None:
-        self.out: list[list[int]] = [[] for _ in range(nodes)]  # edges by number; edge ^ 1 is its reverse
+        self.out: list[list[int]] = [[] for _ in range(nodes)]  # indices of edges; edge ^ 1 is the reverse of edge
         self.to: list[int] = []
         self.left: list[int] = []
 
@@ -267,13 +267,13 @@ class _Flow:
         self.left += (capacity, 0)
 
     def cut(self, source: int, sink: int) -> list[bool]:
-        """Whether each node is on the sink's side. Of equally cheap cuts the one nearest the sink is taken."""
+        """Whether each node is on the sink's side. Of equally cheap cuts, the one nearest the sink."""
         while (levels := self._levels(source, sink))[source] >= 0:
             self._augment(source, sink, levels)
         return [level >= 0 for level in levels]
 
     def _levels(self, source: int, sink: int) -> list[int]:
-        """How many edges each node is from the sink, as far as the source; -1 where no way is left."""
+        """Each node's distance from the sink, in edges, up to the source's; -1 if no path is left."""
         levels = [-1] * len(self.out)
         levels[sink] = 0
         todo = deque([sink])
@@ -287,7 +287,7 @@ class _Flow:
         return levels
 
     def _augment(self, source: int, sink: int, levels: list[int]) -> None:
-        """Paths along falling levels until none is left."""
+        """Push flow along paths of falling levels until none is left."""
         out, to, left = self.out, self.to, self.left
         tried = [0] * len(out)
         path: list[int] = []

@@ -1,4 +1,4 @@
-"""Inductor's own rewriting of the two graphs, as far as it moves memory (torch/_inductor/fx_passes/post_grad.py)."""
+"""Inductor's rewriting of the two graphs, as far as it affects memory (torch/_inductor/fx_passes/post_grad.py)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from oomph.step.tensor.layout import HALVES
 
 
 def rewritten(graph: Sequence[Value], outputs: Collection[Value], cuda: bool) -> list[Value]:
-    """The graph with products that take in an addition, or hand one out.
+    """The graph with mm + add fused into addmm, or addmm split into mm and add.
 
-    A product that is only added to something of its dtype becomes one operation with the sum, where it then stands:
-    its operands live until there. Where only elementwise operations read the sum, the two stay or become apart.
+    A product whose only use is an addition in its dtype becomes one operation with it, and runs where the addition
+    ran: its operands live until then. Where only elementwise operations read the sum, the two stay or are split.
     """
     inside, kept = set(graph), set(outputs)
     result: list[Value] = []
     for value in graph:
         apart = value.facts.get("product")
-        if apart is not None and apart not in inside:  # forward has taken them apart, and backward computes them again
+        if apart is not None and apart not in inside:  # forward has split them, and backward recomputes them
             inside.add(apart)
             result.append(apart)
         elif value.op == "add" and (found := _product_in(value, inside, kept)) is not None:
@@ -32,7 +32,7 @@ def rewritten(graph: Sequence[Value], outputs: Collection[Value], cuda: bool) ->
 
 
 def _product_in(value: Value, inside: Collection[Value], kept: Collection[Value]) -> Value | None:
-    """A product that nothing but this addition reads, of the dtype of what is added."""
+    """A product that only this addition reads, in the dtype of the other term; None if there is none."""
     if len(value.inputs) != 2:
         return None
     for found, other in (value.inputs, value.inputs[::-1]):
@@ -62,7 +62,7 @@ def _is_read_elementwise(value: Value, inside: Collection[Value], kept: Collecti
 
 
 def _absorb(value: Value, product: Value) -> None:
-    """The addition becomes the product with something added."""
+    """Turn an addition into the product with a term added."""
     other = next(each for each in value.inputs if each is not product)
     value.op, value.how, value.facts, value.name = "addmm", How.PRODUCT, product.facts, product.name
     value.inputs = (*product.inputs, other)
@@ -72,7 +72,7 @@ def _absorb(value: Value, product: Value) -> None:
 
 
 def _unfused(value: Value, inside: set[Value]) -> Value:
-    """The product apart from its addition."""
+    """The product of a fused addition, split off."""
     *operands, bias = value.inputs
     product = Value("mm", How.PRODUCT, tuple(operands), value.shape, value.dtype, value.strides)
     product.index, product.name, product.kind, product.block = value.index, value.name, value.kind, value.block

@@ -1,9 +1,9 @@
-"""A compiled model's programs for any batch size from those for a few: what a search looks at.
+"""A compiled model's programs for any batch size, scaled from those of a few: what a search uses.
 
-Nearly every size and every count of work is a multiple of the batch, or has nothing to do with it. With a batch that is
-a prime the two are told apart by division. The result is nearly right: memory may serve again where two sizes happen to
-be equal, and sums over many rows take one more kernel than sums over few. So batches are scaled from one that is not
-far from them, and small models, whose time is that of launching kernels, not at all.
+Nearly every size and amount of work is a multiple of the batch size, or independent of it. With a prime batch size,
+divisibility tells the two apart. The result is approximate: memory may be reused where two sizes happen to be equal,
+and sums over many rows take one more kernel than sums over few. So a batch is scaled from a prime that is not far
+from it, and small models, whose time is kernel launches, are not scaled.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from oomph.config.schema import TrainConfig
 from oomph.step.compile.model import CompiledModel, compiled_model
 from oomph.step.ops import Buffer, Op
 
-_PRIMES = (37, 131, 1031)  # larger than any divisor that sizes have in common by chance
-_SMALL = 1 << 20  # numbers in the residual stream
+_PRIMES = (37, 131, 1031)  # larger than any factor that sizes share by chance
+_SMALL = 1 << 20  # elements of the residual stream
 
 
 def scaled_model(config: TrainConfig, cuda: bool, threads: int) -> CompiledModel:
-    """Nearly what `compiled_model` says."""
+    """An approximation of `compiled_model`."""
     if config.batch_size * config.block_size * config.n_embd < _SMALL:
         return compiled_model(config, cuda, threads)
     prime = min(_PRIMES, key=lambda prime: max(prime / config.batch_size, config.batch_size / prime))
@@ -30,7 +30,7 @@ def scaled_model(config: TrainConfig, cuda: bool, threads: int) -> CompiledModel
 
 
 class _Scaled:
-    """A model of one batch, a prime, as one of another."""
+    """Scales a model of one batch size, a prime, to another."""
 
     def __init__(self, batch_size: int, prime: int) -> None:
         self.batch_size, self.prime = batch_size, prime
@@ -38,7 +38,7 @@ class _Scaled:
         self.batched: frozenset[Buffer] = frozenset()
 
     def model(self, large: CompiledModel) -> CompiledModel:
-        """The model with that batch."""
+        """The model with the new batch size."""
         self.batched = large.scalable.batched
         return CompiledModel(
             batch=self._buffers(large.batch),
@@ -68,8 +68,8 @@ class _Scaled:
         result: list[Op] = []
         for op in ops:
             shape = tuple([self._number(size) for size in op.shape])
-            still = large.scalable.still_bytes.get(op, 0)
-            moved = still + self._number(op.bytes_moved - still)
+            fixed = large.scalable.fixed_bytes.get(op, 0)
+            moved = fixed + self._number(op.bytes_moved - fixed)
             work = (op.kernel, shape, op.dtype, self._number(op.flops), moved, op.times, op.block)
             result.append(Op(op.name, op.phase, self._buffers(op.allocates), self._buffers(op.frees), *work))
         return tuple(result)

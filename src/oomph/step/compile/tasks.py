@@ -1,7 +1,7 @@
-"""A lowered program: buffers, the tasks that write them, and at which places tasks read buffers.
+"""A lowered program: buffers, the tasks that write them, and the elements that tasks read.
 
 A `Value` of the graph becomes a `LazyResult`, computed wherever it is read, until a `LoopNest` writes it to a
-`TaskBuffer`. A `View` is what a value sees of it. `emit` gives those that leave their kernel memory, an `ops.Buffer`.
+`TaskBuffer`. A `View` is a value's window on it. `emit` gives task buffers that leave their kernel an `ops.Buffer`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Access = Place | None  # None: indices known only at run time, as in a gather
 
 
 class TaskBuffer:
-    """A buffer: an input of the program, or what a task writes."""
+    """A buffer: an input of the program, or a task's result."""
 
     __slots__ = (
         "batched",
@@ -43,15 +43,15 @@ class TaskBuffer:
         self.task = task
         self.users: list[LoopNest] = []
         self.is_output = False
-        self.freeable = task is not None  # of inputs: those that forward saved
-        self.donated = task is not None  # it may be overwritten
-        self.inside: TaskBuffer | None = None  # in whose memory it is, where that is not its own
+        self.freeable = task is not None  # for inputs: whether forward saved it
+        self.donated = task is not None  # whether it may be overwritten
+        self.inside: TaskBuffer | None = None  # the buffer whose memory it lives in, if not its own
         self.batched = False  # its size grows with the batch
         self.strides: Shape = ()
 
     @property
     def root(self) -> TaskBuffer:
-        """Whose memory it is."""
+        """The buffer whose memory this one uses."""
         return self.inside or self
 
     def __repr__(self) -> str:
@@ -59,7 +59,7 @@ class TaskBuffer:
 
 
 class LoopNest:
-    """One operation of the program: a loop over `numel` results of `reduced` numbers each, or a kernel from outside."""
+    """One operation of the program: a loop over `numel` results of `reduced` elements each, or an external kernel."""
 
     __slots__ = (
         "ancestors", "index", "is_extern", "is_reduction", "numel", "reads", "reduced", "rows_first", "shape", "value",
@@ -73,14 +73,14 @@ class LoopNest:
         self.is_extern = is_extern
         self.reads: dict[TaskBuffer, set[Access]] = {}
         self.writes: list[tuple[TaskBuffer, Access]] = []
-        self.ancestors = 0  # the tasks it depends on, each a bit
-        self.shape: Shape = value.shape  # its loops, before any is joined
-        self.whole = (count, reduced)  # of a reduction that is split: what it is part of
-        self.rows_first = True  # a reduction along rows, as memory has them
+        self.ancestors = 0  # the tasks it depends on, as a bit set
+        self.shape: Shape = value.shape  # its loop extents, before any are merged
+        self.whole = (count, reduced)  # the extents of the whole reduction, if it is split
+        self.rows_first = True  # whether it reduces along the contiguous dimension
 
     @property
     def is_constant(self) -> bool:
-        """Whether it computes its results from nothing (ir.py `ComputedBuffer.make_loader` computes them again)."""
+        """Whether it has no inputs (ir.py `ComputedBuffer.make_loader` recomputes such results)."""
         return not self.reads and not self.is_extern and self.value.how not in (How.RANDOM, How.REDUCTION)
 
     def read(self, source: TaskBuffer, access: Access) -> None:
@@ -90,23 +90,24 @@ class LoopNest:
         self.reads[source].add(access)
 
 
-Read = tuple[TaskBuffer, Shape | None, int]  # the buffer, its strides over the reader's shape, where it begins
+Read = tuple[TaskBuffer, Shape | None, int]  # the buffer, its strides over the reader's shape, the offset
 
 
 class LazyResult:
-    """A result: where it is, or how it is computed."""
+    """A result: the buffer it is in, or how to compute it."""
 
-    __slots__ = ("ops", "reads", "shape", "source", "strides", "value")
+    __slots__ = ("is_heavy", "ops", "reads", "shape", "source", "strides", "value")
 
     def __init__(self, value: Value, shape: Shape, strides: Shape) -> None:
         self.value, self.shape, self.strides = value, shape, strides
+        self.is_heavy = False  # whether it includes an exponential or the like
         self.source: TaskBuffer | None = None
         self.reads: list[Read] = []
-        self.ops: dict[Hashable, frozenset[TaskBuffer]] = {}  # if it is not written: each operation, and what it reads
+        self.ops: dict[Hashable, frozenset[TaskBuffer]] = {}  # if unwritten: each operation, and what it reads
 
 
 class View:
-    """A result as a value sees it."""
+    """A value's window on a result."""
 
     __slots__ = ("lazy", "offset", "shape", "strides")
 
@@ -114,9 +115,9 @@ class View:
         self.lazy, self.shape, self.strides, self.offset = lazy, shape, strides, offset
 
 
-@lru_cache(maxsize=1024)  # blocks are alike: a program has few
+@lru_cache(maxsize=1024)  # a program repeats a few layouts in every block
 def merged(shape: Shape, strides: Shape | None, offset: int = 0, laid: Shape | None = None) -> Access:
-    """An access with its loops joined where they run on; the loops go through memory that is `laid` out so."""
+    """An access with contiguous loops merged; `laid`: the strides of the memory that the loops run through."""
     if strides is None:
         return None
     if laid is not None:
@@ -125,7 +126,7 @@ def merged(shape: Shape, strides: Shape | None, offset: int = 0, laid: Shape | N
     sizes: list[int] = []
     steps: list[int] = []
     for size, step in zip(shape, strides, strict=True):
-        if size == 1 or step == 0:  # read again where it was
+        if size == 1 or step == 0:  # it reads the same element again
             continue
         if sizes and steps[-1] == step * size:
             sizes[-1] *= size
@@ -137,7 +138,7 @@ def merged(shape: Shape, strides: Shape | None, offset: int = 0, laid: Shape | N
 
 
 def through(view: View, read: Read) -> Read:
-    """What a view of a result reads of a buffer that the result reads."""
+    """The part of a buffer that a view of a result reads, given what the whole result reads."""
     source, strides, start = read
     if strides is None:
         return read
@@ -150,7 +151,7 @@ def through(view: View, read: Read) -> Read:
 def _composed(
     shape: Shape, steps: Shape, offset: int, base_shape: Shape, base: Shape, strides: Shape
 ) -> tuple[Shape | None, int]:
-    """Strides in a buffer, and the first place, of a view of what has these strides there; None where it has none."""
+    """A view's strides and offset in the buffer underneath its result; None if no strides describe it."""
     dims = sorted([(base[d], base_shape[d], strides[d]) for d in range(len(base)) if base_shape[d] > 1], reverse=True)
     result: list[int] = []
     for size, step in zip(shape, steps, strict=True):
@@ -166,14 +167,14 @@ def _composed(
 
 
 def _along(dims: Sequence[tuple[int, int, int]], size: int, step: int) -> int | None:
-    """The stride in a buffer of what has this stride in the result; None where it has none."""
+    """The stride in the buffer for a stride in the result; None if there is none."""
     for place in range(len(dims) - 1, -1, -1):
         outer, count, own = dims[place]
         if outer <= step < outer * count:
             if step % outer:
                 return None
             reach = size * (step // outer)
-            while reach > count:  # it runs on into the next dimension
+            while reach > count:  # the view spans the next dimension too
                 if (
                     reach % count
                     or place == 0
@@ -196,8 +197,8 @@ def broadcast(read: Read, shape: Shape, wide: Shape) -> Read:
     return source, (*([0] * missing), *own), start
 
 
-def still(read: Read, shape: Shape) -> Read:
-    """A read without strides along dimensions of one number."""
+def without_unit_strides(read: Read, shape: Shape) -> Read:
+    """A read with stride 0 along dimensions of size 1."""
     source, strides, start = read
     if strides is None:
         return read
@@ -205,6 +206,6 @@ def still(read: Read, shape: Shape) -> Read:
 
 
 def placed(read: Read, dim: int, start: int) -> Read:
-    """What is read of an operand that begins at a place of the result: the loops run over the whole result."""
+    """A read of an operand that starts at `start` in the result, for loops over the whole result."""
     source, strides, offset = read
     return read if strides is None else (source, strides, offset - start * strides[dim])

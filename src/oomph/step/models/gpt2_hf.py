@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from oomph.config.schema import release
+from oomph.config.programs import release
 from oomph.step.models.common import (
     attention_interface,
     causal_lm,
@@ -25,11 +25,11 @@ from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, reshape, split
 
-MASKLESS_SINCE = (5, 2)  # the release of transformers
+MASKLESS_SINCE = (5, 2)  # the transformers release from which blocks have no mask buffer
 
 
 def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes in the order of `named_parameters()`. A tied head has none of its own."""
+    """Names and shapes in the order of `named_parameters()`. A tied head is left out."""
     width, inner = c.n_embd, c.intermediate_size or 4 * c.n_embd
     yield "transformer.wte.weight", (c.vocab_size, width)
     yield "transformer.wpe.weight", (c.max_position_embeddings or c.block_size, width)
@@ -47,7 +47,7 @@ def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
 
 
 def buffers(c: Any, _compute_bytes: int) -> list[tuple[str, int]]:
-    """Before 5.2 each block had a causal mask of booleans, though no kernel but its own eager one read it."""
+    """Before 5.2, each block's boolean causal mask, though only eager attention read it."""
     if release(c.transformers_version) >= MASKLESS_SINCE:
         return []
     size = (c.max_position_embeddings or c.block_size) ** 2
@@ -67,7 +67,7 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor
 
 @forward
 def decoder(m: Module, ids: Tensor) -> Tensor:
-    """GPT2Model.forward, which holds both embeddings to its end."""
+    """GPT2Model.forward, which holds both embeddings until it returns."""
     c, tape = m.config, m.tape
     batch, tokens = ids.shape
     inputs_embeds = require_grads(m, embedding(m / "wte", ids))

@@ -1,4 +1,4 @@
-"""transformers' GPT-NeoX (5.22), which Pythia is: attention and MLP beside each other, part of each head rotated."""
+"""transformers' GPT-NeoX (5.22), the architecture of Pythia: parallel attention and MLP, part of each head rotated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from oomph.step.tensor.views import contiguous, reshape, split, transpose
 
 
 def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes in the order of `named_parameters()`. A tied head has none of its own."""
+    """Names and shapes in the order of `named_parameters()`. A tied head is left out."""
     width, inner = c.n_embd, c.intermediate_size or 4 * c.n_embd
     yield "gpt_neox.embed_in.weight", (c.vocab_size, width)
     for index in range(c.n_layer):
@@ -85,7 +85,7 @@ def block(m: Module, hidden_states: Tensor, cos: Tensor, sin: Tensor, mask: Tens
 
 @forward
 def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-    """GPTNeoXAttention.forward: queries, keys and values lie beside each other within a head."""
+    """GPTNeoXAttention.forward: queries, keys and values are interleaved by head."""
     batch, tokens, width = x.shape
     count = m.config.n_head
     size = width // count

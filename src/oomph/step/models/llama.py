@@ -1,6 +1,6 @@
 """transformers' Llama and its relatives: Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, OLMo2, Phi-3, Gemma 2 and 3 (5.22).
 
-They differ in where norms stand and how they are written, in biases, in fused projections, in soft caps and windows.
+They differ in the place and form of their norms, in biases, fused projections, soft caps and windows.
 Variables live as long as in transformers' own forwards.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from oomph.config.hugging_face import windowed
+from oomph.config.reading.hugging_face import windowed
 from oomph.step.models import moe
 from oomph.step.models.common import (
     attention_interface,
@@ -25,7 +25,7 @@ from oomph.step.models.common import (
     rotate,
     run_layer,
 )
-from oomph.step.models.lora import linear, require_grads
+from oomph.step.models.lora import are_fused, linear, require_grads
 from oomph.step.tensor.casts import to
 from oomph.step.tensor.elementwise import (
     activate,
@@ -39,6 +39,7 @@ from oomph.step.tensor.elementwise import (
 )
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
+from oomph.step.tensor.libraries import fms_lora, liger
 from oomph.step.tensor.tape import Module, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, part, reshape, split, transpose
@@ -47,12 +48,12 @@ GEMMAS = ("gemma2", "gemma3_text")
 
 
 def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes in the order of `named_parameters()`. A tied head has none of its own."""
+    """Names and shapes in the order of `named_parameters()`. A tied head is left out."""
     yield "model.embed_tokens.weight", (c.vocab_size, c.n_embd)
     for index in range(c.n_layer):
         layer = f"model.layers.{index}"
         yield from _attention_parameters(c, f"{layer}.self_attn")
-        yield from moe.parameters(c, f"{layer}.mlp") if c.num_experts else _mlp_parameters(c, f"{layer}.mlp")
+        yield from _feed_forward_parameters(c, layer)
         for name in _block_norms(c):
             yield f"{layer}.{name}.weight", (c.n_embd,)
     yield "model.norm.weight", (c.n_embd,)
@@ -84,6 +85,10 @@ def _attention_parameters(c: Any, name: str) -> Iterator[tuple[str, Shape]]:
     if c.model_type == "olmo2":
         yield f"{name}.q_norm.weight", (queries,)
         yield f"{name}.k_norm.weight", (keys,)
+
+
+def _feed_forward_parameters(c: Any, layer: str) -> Iterator[tuple[str, Shape]]:
+    return moe.parameters(c, f"{layer}.{moe.home(c)}") if c.num_experts else _mlp_parameters(c, f"{layer}.mlp")
 
 
 def _mlp_parameters(c: Any, name: str) -> Iterator[tuple[str, Shape]]:
@@ -120,8 +125,8 @@ def decoder(m: Module, ids: Tensor) -> Tensor:
     if c.model_type in GEMMAS:
         inputs_embeds = mul(inputs_embeds, tape.buffer("embed_scale", (), inputs_embeds.dtype))
     inputs_embeds = require_grads(m, inputs_embeds)
-    position_ids = positions(tape, ids.shape[1])
-    seen = [False, True] if c.model_type in GEMMAS else [kinds(c)[0]]  # of masks: full, sliding
+    position_ids = positions(tape, ids.shape[1], given=c.packing != "off")
+    seen = [False, True] if c.model_type in GEMMAS else [kinds(c)[0]]  # the masks in use: full, sliding
     batch, tokens = ids.shape
     masks = {kind: causal_mask(c, tape, batch, tokens, inputs_embeds.dtype, kind) for kind in seen}
     hidden_states = inputs_embeds
@@ -139,16 +144,20 @@ def decoder(m: Module, ids: Tensor) -> Tensor:
 
 
 def kinds(c: Any) -> list[bool]:
-    """Whether each block sees a window only."""
+    """Whether each block has a sliding window."""
     return windowed(c)
 
 
 @forward
 def norm(m: Module, hidden_states: Tensor) -> Tensor:
-    """LlamaRMSNorm, OLMo2's and Gemma's: they differ in where the weight comes in."""
+    """LlamaRMSNorm, OLMo2's and Gemma's: they differ in where the weight is applied."""
     weight, dtype = m.parameter("weight"), hidden_states.dtype
     if m.config.model_type in GEMMAS:
         return _gemma_norm(hidden_states, weight)
+    if m.config.liger_kernel:
+        return liger.rms_norm(hidden_states, weight)
+    if m.config.fast_kernels:  # Unsloth's computes no gradient of the weight
+        return liger.rms_norm(hidden_states, weight.detach())
     hidden_states = to(hidden_states, "float32")
     variance = mean(square(hidden_states))
     hidden_states = mul(hidden_states, rsqrt(shift(variance)))
@@ -169,7 +178,7 @@ def _normed(x: Tensor) -> Tensor:
 
 @forward
 def block(m: Module, hidden_states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-    """LlamaDecoderLayer.forward; Gemma has a norm after each half too, OLMo2 only there."""
+    """LlamaDecoderLayer.forward; Gemma also has a norm after each half, OLMo2 only there."""
     kind, rate = m.config.model_type, m.config.dropout
     residual = hidden_states
     if kind != "olmo2":
@@ -182,8 +191,10 @@ def block(m: Module, hidden_states: Tensor, cos: Tensor, sin: Tensor, mask: Tens
     if kind != "olmo2":
         before = "pre_feedforward_layernorm" if kind in GEMMAS else "post_attention_layernorm"
         hidden_states = norm(m / before, hidden_states)
-    feed_forward = moe.sparse_block if m.config.num_experts else mlp
-    hidden_states = feed_forward(m / "mlp", hidden_states)
+    if m.config.num_experts:
+        hidden_states, _router_logits = moe.sparse_block(m / moe.home(m.config), hidden_states)
+    else:
+        hidden_states = mlp(m / "mlp", hidden_states)
     if kind in GEMMAS or kind == "olmo2":
         hidden_states = norm(m / "post_feedforward_layernorm", hidden_states)
     return add(residual, dropout(hidden_states, rate) if kind == "phi3" else hidden_states)
@@ -196,17 +207,21 @@ def mlp(m: Module, x: Tensor) -> Tensor:
         gate, up = split(linear(m / "gate_up_proj", x), [m.config.intermediate_size] * 2)
         up = mul(up, activate(gate, name))
         return linear(m / "down_proj", up)
+    if m.config.liger_kernel:
+        return linear(m / "down_proj", liger.swiglu(linear(m / "gate_proj", x), linear(m / "up_proj", x)))
     return linear(m / "down_proj", mul(activate(linear(m / "gate_proj", x), name), linear(m / "up_proj", x)))
 
 
 @forward
 def attention(m: Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """LlamaAttention.forward: its output, and attention's weights where they are stored, which the block holds."""
+    """LlamaAttention.forward: its output, and attention's weights if materialized, which the block holds."""
     query_states, key_states, value_states = projections(m, x)
     query_states, key_states = rotate(m.config, query_states, key_states, cos, sin)
     key_states, value_states = remembered(m, key_states, value_states)
     attn_output, attn_weights = attention_interface(m, query_states, key_states, value_states, mask)
     attn_output = contiguous(reshape(attn_output, *x.shape[:2], attn_output.shape[2] * attn_output.shape[3]))
+    if are_fused(m, "o_proj"):
+        return fms_lora.one(fms_lora.FusedLinear(m / "o_proj"), attn_output), attn_weights
     return linear(m / "o_proj", attn_output), attn_weights
 
 
@@ -227,7 +242,11 @@ def projections(m: Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k = norm(m / "q_norm", linear(m / "q_proj", x)), norm(m / "k_norm", linear(m / "k_proj", x))
         v = linear(m / "v_proj", x)
         return heads(q, size), heads(k, size), heads(v, size)
-    q, k, v = (heads(linear(m / name, x), size) for name in ("q_proj", "k_proj", "v_proj"))
+    names = ("q_proj", "k_proj", "v_proj")
+    if are_fused(m, *names):
+        q, k, v = fms_lora.qkv([fms_lora.FusedLinear(m / name) for name in names], x)
+        return heads(q, size), heads(k, size), heads(v, size)
+    q, k, v = (heads(linear(m / name, x), size) for name in names)
     if kind == "gemma3_text":
         q = norm(m / "q_norm", q)
         k = norm(m / "k_norm", k)

@@ -1,7 +1,7 @@
 """nanochat's GPT (github.com/karpathy/nanochat at 92d63d4, July 2026: nanochat/gpt.py, flash_attention.py).
 
-Weights of linear layers are float32 and cast to the activations' dtype where they are used, without autocast; tables of
-embeddings have that dtype themselves, unless it is float16. Norms have no weights.
+Weights of linear layers are float32 and cast to the activations' dtype where they are used, without autocast;
+embedding tables are kept in that dtype, unless it is float16. Norms have no weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from oomph.step.ops import Kind
 from oomph.step.tensor.attention import attend, flash_attention_3, window_mask
 from oomph.step.tensor.casts import to
 from oomph.step.tensor.checkpoint import checkpoint
-from oomph.step.tensor.elementwise import add, mul, pointwise, scale, square, squashed, sub
+from oomph.step.tensor.elementwise import activation_from_result, add, mul, pointwise, scale, square, sub
 from oomph.step.tensor.indexing import embedding
 from oomph.step.tensor.layout import Shape
 from oomph.step.tensor.loss import cross_entropy, enter_loss
@@ -24,23 +24,23 @@ from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import cat, contiguous, part, reshape, select, transpose, unsqueeze
 
 VOCABULARY_MULTIPLE = 64
-ROTARY_TIMES = 10  # the tables of cosines and sines are so many times as long as a sequence
+ROTARY_TIMES = 10  # the tables of cosines and sines are this many times as long as a sequence
 _SMEAR_CHANNELS, _GATE_CHANNELS = 24, 12
 _TILE = 128
 
 
 def padded_vocabulary(c: Any) -> int:
-    """Rows of the embeddings and of the head."""
+    """Rows of the embeddings and the head."""
     return int(-(-c.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
 
 
 def has_value_embedding(c: Any, index: int) -> bool:
-    """Every second block, and the last."""
+    """Whether a block has a value embedding: every second one, and the last."""
     return bool(index % 2 == (c.n_layer - 1) % 2)
 
 
 def windows(c: Any) -> list[int | None]:
-    """How many tokens each block sees: a quarter of them, in whole tiles, where the pattern says S."""
+    """The number of tokens each block sees: a quarter of them, in whole tiles, where the pattern says S."""
     pattern = (c.window_pattern or "L").upper()
     short = -(-c.block_size // 4 // _TILE) * _TILE
     found: list[int | None] = [
@@ -50,12 +50,12 @@ def windows(c: Any) -> list[int | None]:
 
 
 def kinds(c: Any) -> list[int]:
-    """Every block is of its own kind: each adds to the gradient of the first embedding."""
+    """A different kind for every block: each adds to the gradient of the first embedding."""
     return list(range(c.n_layer))
 
 
 def is_table(name: str) -> bool:
-    """Whether a parameter is a table of embeddings."""
+    """Whether a parameter is an embedding table."""
     return "wte." in name or "value_embeds." in name
 
 
@@ -124,7 +124,7 @@ def model(m: Module, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
     tape.scope = "loss"
     logits = part(logits, 0, c.vocab_size)
     logits = to(logits, "float32")
-    logits = scale(squashed(scale(logits, "div"), "tanh"))
+    logits = scale(activation_from_result(scale(logits, "div"), "tanh"))
     return None, cross_entropy(logits, targets)
 
 
@@ -132,17 +132,17 @@ def smear_gate(m: Module, x: Tensor) -> Tensor:
     """How much of the token before is mixed into each token."""
     weight = to(m.tape.parameter("smear_lambda"), x.dtype)
     seen = part(part(x, 1, x.shape[1], 1), 0, _SMEAR_CHANNELS)
-    return mul(weight, squashed(linear(m / "smear_gate", seen), "sigmoid"))
+    return mul(weight, activation_from_result(linear(m / "smear_gate", seen), "sigmoid"))
 
 
 def _rotary(tape: Tape, c: Any, name: str, dtype: str, tokens: int) -> Tensor:
-    """The first rows of a table that is there before the program begins."""
+    """The first rows of a table that exists before the program begins."""
     table = tape.buffer(name, (1, ROTARY_TIMES * c.block_size, 1, c.n_embd // c.n_head // 2), dtype)
     return part(table, 0, tokens, 1)
 
 
 def _run(m: Module, x: Tensor, ve: Tensor | None, cos: Tensor, sin: Tensor, window: int | None) -> Tensor:
-    """A block, computed again in backward where the config says so (nanochat itself does not)."""
+    """A block, recomputed in backward if the config says so (nanochat itself does not)."""
     tape, index = m.tape, m.tape.block
     if not tape.grad_enabled or index is None or index >= m.config.checkpoint_layers:
         return block(m, x, ve, cos, sin, window)
@@ -168,7 +168,7 @@ def attention(m: Module, x: Tensor, ve: Tensor | None, cos: Tensor, sin: Tensor,
     v = reshape(linear(m / "c_v", x), *heads)
     if ve is not None:
         ve = reshape(ve, *heads)
-        gate = scale(squashed(linear(m / "ve_gate", part(x, 0, _GATE_CHANNELS)), "sigmoid"))
+        gate = scale(activation_from_result(linear(m / "ve_gate", part(x, 0, _GATE_CHANNELS)), "sigmoid"))
         v = add(v, mul(unsqueeze(gate, 3), ve))
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
     q, k = rms_norm(q), rms_norm(k)
@@ -191,7 +191,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def flash_attn_func(m: Module, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """FlashAttention 3, or, where there is none, PyTorch's attention, which needs a mask for a window."""
+    """FlashAttention 3 or, where unavailable, PyTorch's attention, which needs a mask for a window."""
     kernel, tokens = m.config.attention, q.shape[1]
     windowed = window is not None and window < tokens
     if kernel == "flash3":
@@ -206,11 +206,11 @@ def flash_attn_func(m: Module, q: Tensor, k: Tensor, v: Tensor, window: int | No
 @forward
 def mlp(m: Module, x: Tensor) -> Tensor:
     x = linear(m / "c_fc", x)
-    x = square(squashed(x, "relu"))
+    x = square(activation_from_result(x, "relu"))
     return linear(m / "c_proj", x)
 
 
 def buffers(c: Any, item_bytes: int) -> list[tuple[str, int]]:
-    """What the model keeps beside its parameters: tables of cosines and sines."""
+    """What the model keeps besides its parameters: tables of cosines and sines."""
     half = c.n_embd // c.n_head // 2
     return [(name, ROTARY_TIMES * c.block_size * half * item_bytes) for name in ("cos", "sin")]

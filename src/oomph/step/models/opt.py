@@ -25,7 +25,7 @@ from oomph.step.tensor.tape import Module, Tape, forward
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, reshape
 
-_OFFSET = 2  # rows of the table of positions that no token uses
+_OFFSET = 2  # unused rows of the position table
 
 
 def _narrow(c: Any) -> int:
@@ -34,7 +34,7 @@ def _narrow(c: Any) -> int:
 
 
 def parameters(c: Any) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes in the order of `named_parameters()`. A tied head has none of its own."""
+    """Names and shapes in the order of `named_parameters()`. A tied head is left out."""
     width, inner, decoder = c.n_embd, c.intermediate_size or 4 * c.n_embd, "model.decoder"
     yield f"{decoder}.embed_tokens.weight", (c.vocab_size, _narrow(c))
     yield f"{decoder}.embed_positions.weight", ((c.max_position_embeddings or c.block_size) + _OFFSET, width)
@@ -63,7 +63,7 @@ def model(m: Module, ids: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor
 
 @forward
 def decoder(m: Module, ids: Tensor) -> Tensor:
-    """OPTDecoder.forward, which holds its embeddings and positions to its end."""
+    """OPTDecoder.forward, which holds its embeddings and positions until it returns."""
     c, tape, (batch, tokens) = m.config, m.tape, ids.shape
     inputs_embeds = require_grads(m, embedding(m / "embed_tokens", ids))
     position_attention_mask, position_ids = _positions(tape, batch, tokens)
@@ -86,7 +86,7 @@ def decoder(m: Module, ids: Tensor) -> Tensor:
 
 
 def _positions(tape: Tape, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """A mask of ones, and the positions that its running sum gives."""
+    """A mask of ones, and the positions from its running sum."""
 
     def made(dtype: str, *reads: Tensor) -> Tensor:
         return tape.made("positions", (batch, tokens), dtype, reads, Kind.INPUTS)
@@ -110,7 +110,7 @@ def _embed_positions(m: Module, position_ids: Tensor) -> Tensor:
 
 @forward
 def block(m: Module, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-    """OPTDecoderLayer.forward: the MLP works on rows of tokens."""
+    """OPTDecoderLayer.forward: the MLP runs on flattened tokens."""
     c = m.config
     shape, before = hidden_states.shape, c.do_layer_norm_before
     residual = hidden_states

@@ -1,1 +1,1 @@
-"""Memory snapshots as PyTorch records them: read and written."""
+"""Memory snapshots as PyTorch records them: reading and writing."""

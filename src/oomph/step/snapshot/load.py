@@ -1,7 +1,7 @@
-"""Load a memory snapshot from an unknown file without running anything in it.
+"""Load a memory snapshot from an untrusted file without running any code in it.
 
-A snapshot is a pickle, and a pickle can name functions to call. Ours needs none: it is made of plain
-containers, so an unpickler that refuses every name reads all true snapshots and runs nothing.
+A snapshot is a pickle, and a pickle can name functions to call. A snapshot needs none: it consists of plain
+containers, so an unpickler that refuses every name reads all real snapshots and runs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOW_TO_MAKE_ONE = "a file that torch.cuda.memory._dump_snapshot wrote, after tor
 
 
 class RawBlock(msgspec.Struct):
-    """A block as PyTorch writes it. `frames` is left as found: many blocks share one list."""
+    """A block as PyTorch writes it. `frames` stays undecoded: many blocks share one list."""
 
     size: Size
     state: str  # active_allocated, active_pending_free (older: active_awaiting_free), inactive
@@ -30,7 +30,7 @@ class RawBlock(msgspec.Struct):
 
 
 class RawSegment(msgspec.Struct):
-    """A segment; its blocks follow each other from its address on."""
+    """A segment; its blocks are contiguous from its address on."""
 
     address: int
     total_size: Size
@@ -57,7 +57,7 @@ class RawSnapshot(msgspec.Struct):
 
 
 def load(path: str | os.PathLike[str]) -> RawSnapshot:
-    """The snapshot in a file. Raises InputError with the reason where there is none."""
+    """The snapshot in a file. Raises InputError with the reason if it has none."""
     where = os.fspath(path)
     plain = _unpickle(where)
     if isinstance(plain, list) and plain:
@@ -71,7 +71,7 @@ def load(path: str | os.PathLike[str]) -> RawSnapshot:
 
 
 class _CodeInPickleError(Exception):
-    """A pickle that wants a function or class."""
+    """A pickle that references a function or class."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -84,7 +84,7 @@ def _unpickle(where: str) -> object:
         data = Path(where).read_bytes()
     except OSError as error:
         _refuse(where, f"cannot be read: {error.strerror or error}")
-    except ValueError as error:  # a path with a NUL in it
+    except ValueError as error:  # a path containing NUL
         _refuse(where, f"cannot be read: {error}")
     if not data:
         _refuse(where, "the file is empty", None, HOW_TO_MAKE_ONE)
@@ -93,7 +93,7 @@ def _unpickle(where: str) -> object:
     except _CodeInPickleError as error:
         what = "refused: it is not made of plain data alone, and nothing in it was run"
         _refuse(where, what, f"a pickle that asks for {error}", HOW_TO_MAKE_ONE)
-    except Exception as error:  # damaged pickles raise nearly anything: IndexError, KeyError, OverflowError, ...
+    except Exception as error:  # damaged pickles raise almost anything: IndexError, KeyError, OverflowError, ...
         _refuse(where, f"not a whole pickle: {error or type(error).__name__}", None, HOW_TO_MAKE_ONE)
 
 

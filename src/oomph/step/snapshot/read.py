@@ -1,9 +1,9 @@
-"""PyTorch memory snapshots: a prediction written as one, and a real one read as a step.
+"""Reads a real PyTorch memory snapshot as a step.
 
 A real snapshot (`torch.cuda.memory._record_memory_history()`, then `_dump_snapshot(path)`) becomes the same
-list of operations that the other sources write, so that every fold runs over it and it can be held against
-a prediction. Its history is a ring: what was freed or is still there without having been allocated in it
-was there when it began.
+op list that the other sources write, so that every prediction runs on it and it can be compared with
+a predicted one. Its history is a ring: buffers that were freed or are still alive without having been
+allocated in it existed before it began.
 """
 
 from __future__ import annotations
@@ -16,26 +16,34 @@ import msgspec
 
 from oomph.errors import InputError, Problem
 from oomph.step.ops import Buffer, Kind, Op, Phase, Section, Step
-from oomph.step.snapshot.write import CATEGORIES, Cause, Event, PlacedBlock, PlacedSegment, SnapshotTimeline, write
+from oomph.step.snapshot.write import CATEGORIES, Event, Origin, PlacedBlock, PlacedSegment, SnapshotTimeline, write
 
 if TYPE_CHECKING:
     from oomph.step.snapshot.load import RawEntry, RawSegment, RawSnapshot
 
 __all__ = [
-    "Cause", "Event", "FrameTotal", "PlacedBlock", "PlacedSegment", "Recording", "SnapshotTimeline", "read", "write",
+    "Event",
+    "FrameTotal",
+    "Origin",
+    "PlacedBlock",
+    "PlacedSegment",
+    "Recording",
+    "SnapshotTimeline",
+    "read",
+    "write",
 ]  # fmt: skip
 
-ROUNDING_BYTES = 512  # the allocator books sizes in multiples of this (kMinBlockSize)
+ROUNDING_BYTES = 512  # the allocator rounds sizes up to multiples of this (kMinBlockSize)
 NO_FRAME = "no Python frame (autograd's own thread)"
 BEFORE = "there before the history began"
 LIBRARIES = ("site-packages", "dist-packages", "/torch/", "torchinductor_", "<frozen", "/lib/python3")
 
-# Our word for the viewer's categories; one that several kinds share means the plainest of them.
+# Our kind for each of the viewer's categories; if several kinds share one, the first of them.
 KINDS = {category: kind for kind, category in reversed(CATEGORIES.items())}
 
 
 class FrameTotal(msgspec.Struct, frozen=True):
-    """What one line of a program holds."""
+    """Bytes held by one line of a program."""
 
     frame: str  # "model.py:187 forward"
     bytes: int
@@ -46,18 +54,18 @@ class Recording(msgspec.Struct, frozen=True, eq=False):
     """A real run's memory on one device."""
 
     device: int
-    step: Step  # one operation an allocation, named by the line that asked; a kind only where the file has it
+    step: Step  # one operation per allocation, named by the line that made it; a kind only if the file has one
     allocated_curve: tuple[int, ...]  # bytes after each allocation or free, in order
     peak_bytes: int
-    peak_index: int  # in the curve; -1: what was there before the history began
+    peak_index: int  # index in the curve; -1: before the history began
     live_at_peak: tuple[Buffer, ...]  # the largest first
     reserved_bytes: int  # at the end
     peak_reserved_bytes: int
-    failures: tuple[tuple[int, int], ...]  # of each out-of-memory error: bytes asked for, bytes the device had free
-    from_the_start: bool  # whether the history saw every allocation
+    failures: tuple[tuple[int, int], ...]  # of each out-of-memory error: bytes requested, bytes the device had free
+    from_the_start: bool  # whether the history has every allocation
 
     def by_frame(self) -> list[FrameTotal]:
-        """What each line of the program holds at the peak, the largest first."""
+        """The bytes that each line of the program holds at the peak, the largest first."""
         totals: dict[str, tuple[int, int]] = {}
         for buffer in self.live_at_peak:
             size, count = totals.get(buffer.name, (0, 0))
@@ -71,8 +79,8 @@ class Recording(msgspec.Struct, frozen=True, eq=False):
 
 
 def read(path: str | os.PathLike[str], device: int | None = None) -> Recording:
-    """Read a snapshot; of several devices the one that holds most. Raises InputError; runs nothing in the file."""
-    from oomph.step.snapshot.load import load  # with pickle, which only this needs
+    """Read a snapshot; of several devices, the one holding most. Raises InputError; never runs code from the file."""
+    from oomph.step.snapshot.load import load  # imports pickle, which nothing else needs
 
     raw = load(path)
     weights = _weights(raw)
@@ -96,15 +104,15 @@ def _weights(raw: RawSnapshot) -> dict[int, tuple[int, int]]:
 
 
 class _Replay:
-    """The history run once more: which buffer lives at which address."""
+    """Replays the history: which buffer lives at which address."""
 
     def __init__(self, segments: Sequence[RawSegment]) -> None:
         self.segments = segments
-        self.names: dict[int, tuple[str, Phase]] = {}  # by the identity of a list of frames: many entries share one
+        self.names: dict[int, tuple[str, Phase]] = {}  # by the identity of a frame list: many entries share one
         self.live: dict[int, Buffer] = {}
-        self.before: list[Buffer] = []  # what was there when the history began
+        self.before: list[Buffer] = []  # buffers alive when the history began
         self.ops: list[tuple[str, Phase, tuple[Buffer, ...], list[Buffer]]] = []
-        self.changes: list[int] = []  # bytes, of each allocation and free
+        self.changes: list[int] = []  # bytes, for each allocation and free
         self.reserved_changes: list[int] = []
         self.failures: list[tuple[int, int]] = []
 
@@ -112,7 +120,7 @@ class _Replay:
         for entry in history:
             if entry.action == "alloc":
                 self._allocate(entry)
-            elif entry.action == "free_requested":  # from here on torch.cuda.memory_allocated leaves it out
+            elif entry.action == "free_requested":  # from here on torch.cuda.memory_allocated excludes it
                 self._free(entry)
             elif entry.action in ("segment_alloc", "segment_map"):
                 self.reserved_changes.append(entry.size)
@@ -146,7 +154,7 @@ class _Replay:
         self.changes.append(-_rounded(buffer.bytes))
 
     def _add_survivors(self) -> None:
-        """Blocks in use at the end that the history did not allocate were there all the time."""
+        """Add the blocks in use at the end that the history did not allocate: they were alive all the time."""
         for segment in self.segments:
             address = segment.address
             for block in segment.blocks:
@@ -184,7 +192,7 @@ class _Replay:
 
 
 def _curve(start: int, changes: Iterable[int]) -> tuple[tuple[int, ...], int, int]:
-    """The running total, its largest value, and where that is first; -1 stands for the start."""
+    """The running total, its maximum, and the first index of that; -1 is the start."""
     now = peak = start
     peak_index = -1
     curve: list[int] = []
@@ -197,7 +205,7 @@ def _curve(start: int, changes: Iterable[int]) -> tuple[tuple[int, ...], int, in
 
 
 def _live_after(before: Iterable[Buffer], ops: Iterable[Op], last: int) -> list[Buffer]:
-    """What lives after the allocation or free with that number."""
+    """The buffers alive after the allocation or free at that index."""
     live = dict.fromkeys(before)
     changes = 0
     for op in ops:
@@ -215,7 +223,7 @@ def _live_after(before: Iterable[Buffer], ops: Iterable[Op], last: int) -> list[
 
 
 def _name_and_phase(frames: object) -> tuple[str, Phase]:
-    """The innermost line of the user's own program, or else the innermost line; and the phase it tells."""
+    """The innermost line of the user's own program, or else the innermost line; and the phase it implies."""
     known = [frame for frame in frames if _is_frame(frame)] if isinstance(frames, (list, tuple)) else []
     if not known:
         return NO_FRAME, Phase.BACKWARD
@@ -224,7 +232,7 @@ def _name_and_phase(frames: object) -> tuple[str, Phase]:
     frame = (own or python or known)[0]
     file = frame["filename"].replace("\\", "/").rsplit("/", 1)[-1]
     name = f"{file}:{frame['line']} {frame['name']}"[:200]
-    # The file may come from anywhere, and its names go to a terminal.
+    # The file is untrusted, and its names are printed to a terminal.
     return "".join(letter if letter.isprintable() else "?" for letter in name), _phase(known)
 
 

@@ -1,7 +1,7 @@
 """Write a predicted timeline as a memory snapshot that PyTorch's own viewer (pytorch.org/memory_viz) opens.
 
 The viewer reads pickles of protocol 4 that hold only plain containers. Each allocation carries two frames:
-the buffer, and the operation that makes it.
+the buffer, and the operation that allocates it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from oomph.step.ops import Buffer, Kind, Op, Section
 
 PICKLE_PROTOCOL = 4  # 5 leaves the viewer's page blank
 
-# The viewer colours by these. With any category in use, one entry must be "unknown", or the viewer stops.
+# The viewer colours by these. If any category is used, one entry must be "unknown", or the viewer stops.
 CATEGORIES = {
     Kind.PARAMETERS: "parameter",
+    Kind.GATHERED: "parameter",
     Kind.GRADIENTS: "gradient",
     Kind.OPTIMIZER: "optimizer_state",
     Kind.HALF_WEIGHTS: "autograd_detail",
@@ -30,12 +31,13 @@ CATEGORIES = {
     Kind.TEMPORARY: "temporary",
     Kind.WORKSPACE: "temporary",
     Kind.INPUTS: "input",
+    Kind.COMMUNICATION: "temporary",
 }
 UNKNOWN_CATEGORY = "unknown"
 
 
-class Cause(msgspec.Struct, frozen=True, eq=False):
-    """The buffer an allocator's action serves, and the operation that wants it (none: before the step)."""
+class Origin(msgspec.Struct, frozen=True, eq=False):
+    """The buffer that an allocator action is for, and the operation that causes it (none: before the step)."""
 
     buffer: Buffer | None = None
     section: Section | None = None
@@ -61,15 +63,15 @@ class Event(msgspec.Struct, frozen=True, eq=False):
     action: str  # alloc, free, segment_alloc, segment_free, segment_map, segment_unmap, oom
     address: int  # for oom: how many bytes the device had free
     size_bytes: int
-    cause: Cause
+    origin: Origin
 
 
 class PlacedBlock(msgspec.Struct, frozen=True, eq=False):
-    """A block of a segment at the end, and what it serves; nothing if it is free."""
+    """A block of a segment at the end, and what it is used for; None if it is free."""
 
     address: int
     size_bytes: int
-    cause: Cause | None
+    origin: Origin | None
 
 
 class PlacedSegment(msgspec.Struct, frozen=True, eq=False):
@@ -88,7 +90,7 @@ class SnapshotTimeline(msgspec.Struct, frozen=True, eq=False):
 
 
 def write(timeline: SnapshotTimeline, path: str | os.PathLike[str]) -> Path:
-    """Write the snapshot. A reader sees the old file or the whole new one, never a part."""
+    """Write the snapshot. Readers see the old file or the whole new one, never a part."""
     import pickle
 
     target = Path(path)
@@ -119,15 +121,15 @@ def to_plain(timeline: SnapshotTimeline) -> dict[str, Any]:
 
 
 def _append(entries: list[dict[str, Any]], event: Event) -> None:
-    entry: dict[str, Any] = {"size": event.size_bytes, "stream": 0, "frames": event.cause.frames()}
+    entry: dict[str, Any] = {"size": event.size_bytes, "stream": 0, "frames": event.origin.frames()}
     if event.action == "oom":
         entry["device_free"] = event.address
     else:
         entry["addr"] = event.address
-    buffer = event.cause.buffer
+    buffer = event.origin.buffer
     is_data = buffer is not None and event.action in ("alloc", "free")
     entry["category"] = CATEGORIES[buffer.kind] if is_data and buffer is not None else UNKNOWN_CATEGORY
-    # One stream only, so a block that is freed can be used again at once: two entries, one after the other.
+    # One stream only, so a freed block is reusable at once: two entries in a row.
     actions = ("free_requested", "free_completed") if event.action == "free" else (event.action,)
     for action in actions:
         entries.append({"action": action, "time_us": len(entries), **entry})
@@ -154,12 +156,12 @@ def _segment(segment: PlacedSegment) -> dict[str, Any]:
 
 
 def _block(block: PlacedBlock) -> dict[str, Any]:
-    cause = block.cause
-    requested_bytes = cause.buffer.bytes if cause is not None and cause.buffer is not None else 0
+    origin = block.origin
+    requested_bytes = origin.buffer.bytes if origin is not None and origin.buffer is not None else 0
     return {
         "address": block.address,
         "size": block.size_bytes,
         "requested_size": requested_bytes,
-        "state": "inactive" if cause is None else "active_allocated",
-        "frames": [] if cause is None else cause.frames(),
+        "state": "inactive" if origin is None else "active_allocated",
+        "frames": [] if origin is None else origin.frames(),
     }

@@ -1,1 +1,1 @@
-"""A tensor library without numbers: shapes, strides, dtypes, who holds what, and PyTorch's autograd. No torch."""
+"""A tensor library without data: shapes, strides, dtypes, references, and PyTorch's autograd. No torch."""

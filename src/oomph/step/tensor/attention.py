@@ -1,8 +1,9 @@
-"""Attention: scaled_dot_product_attention by any of its kernels or composed of plain products; FlashAttention 3."""
+"""Attention: scaled_dot_product_attention by any of its kernels or composed of products; FlashAttention 2 and 3."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from oomph.step import kernels
 from oomph.step.ops import Kernel, Kind
@@ -15,14 +16,14 @@ from oomph.step.tensor.tape import Tape, decomposable
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import contiguous, expand, part, reshape, transpose, unsqueeze
 
-FLASH_HEAD_SIZE = 256  # the largest that the flash kernel takes
-_FLASH_ALIGNMENT = 8  # head sizes that are not its multiple are padded
+FLASH_HEAD_SIZE = 256  # the largest that the flash kernel supports
+_FLASH_ALIGNMENT = 8  # head sizes are padded to a multiple of it
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "flash", rate: float = 0.0, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention of (batch, heads, tokens, head size), causal or under a boolean mask.
+    """Attention of (batch, heads, tokens, head size), causal or with a boolean or additive mask.
 
     Keys and values may have fewer heads than queries.
     """
@@ -47,11 +48,11 @@ def attend(
 
 
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, asked: str, rate: float, masked: bool) -> str:
-    """The kernel that PyTorch 2.13 takes where `asked` is allowed (`sdp_utils.cpp`)."""
+    """The kernel that PyTorch 2.13 chooses if `asked` is enabled (`sdp_utils.cpp`)."""
     if asked == "math":
         return "math"
     if not q.tape.cuda:
-        return "math" if rate > 0 else "flash"  # the CPU's flash kernel knows no dropout
+        return "math" if rate > 0 else "flash"  # the CPU's flash kernel has no dropout
     half, size, value_size = q.dtype in HALVES, q.shape[-1], v.shape[-1]
     if asked == "flash" and half and not masked and size == value_size <= FLASH_HEAD_SIZE:
         return "flash"
@@ -61,11 +62,12 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, asked: str, rate: float, mask
 
 
 def _additive(mask: Tensor, dtype: str, aligned: bool) -> Tensor:
-    """A boolean mask as numbers to add; the memory-efficient kernel wants rows that begin at a multiple of 8."""
-    tape = mask.tape
-    shown, hidden = (tape.made(name, (), dtype) for name in ("full_0", "full_-inf"))
-    added = pointwise("where", mask, shown, hidden, dtype=dtype)
-    del shown, hidden
+    """A mask as an additive bias; the memory-efficient kernel needs rows that begin at a multiple of 8."""
+    tape, added = mask.tape, mask
+    if mask.dtype == "bool":
+        shown, hidden = (tape.made(name, (), dtype) for name in ("full_0", "full_-inf"))
+        added = pointwise("where", mask, shown, hidden, dtype=dtype)
+        del shown, hidden
     columns = mask.shape[-1]
     if aligned and columns % 8:
         wide = (*mask.shape[:-1], columns + 8 - columns % 8)
@@ -75,7 +77,7 @@ def _additive(mask: Tensor, dtype: str, aligned: bool) -> Tensor:
 
 @decomposable
 def window_mask(tape: Tape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
+    """A boolean mask of the earlier tokens inside the window; and its row and column indices."""
 
     def made(shape: Shape, dtype: str) -> Tensor:
         return tape.made("mask", shape, dtype, kind=Kind.ATTENTION)
@@ -94,27 +96,27 @@ def window_mask(tape: Tape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Sizes:
-    """The numbers that the fused kernels' buffers are made of."""
+    """The sizes that the fused kernels' buffers depend on."""
 
     def __init__(self, q: Tensor) -> None:
         self.batch, self.heads, self.tokens, self.head_size = q.shape
         self.half = q.dtype in HALVES
         self.out_bytes = q.bytes
         self.shape = q.shape
-        # Two products of (tokens, head size) matrices, the lower triangle alone.
+        # Two products of (tokens, head size) matrices, the lower triangle only.
         self.flops = 2 * self.batch * self.tokens * (self.tokens + 1) * self.heads * self.head_size
         self.unit = q.dtype
 
 
 def _token_major(shape: Shape) -> Shape:
-    """Strides of (batch, heads, tokens, head size) that lie token by token."""
+    """Strides of (batch, heads, tokens, head size) in token-major order."""
     _, heads, tokens, size = shape
     return (tokens * heads * size, size, heads * size, 1)
 
 
 @decomposable
 def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tensor | None = None) -> Tensor:
-    """The fused kernels keep queries, keys, values, the mask, the output and a logsumexp."""
+    """A fused kernel's output; it saves queries, keys, values, the mask, the output and a logsumexp."""
     tape = q.tape
     node = tape.node(_fused_backward, q, k, v)
     if node:
@@ -132,19 +134,17 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
     else:
         results.append(("logsumexp", kernels.flash_lse_bytes(s.batch, s.heads, s.tokens)))
         results += [("random", size) for size in kernels.FLASH_STATE_BYTES]
-        if rate:  # the random state is allocated anew for it
+        if rate:  # its random state is a new allocation
             temporaries.append(kernels.FLASH_STATE_BYTES[0])
     moved = 2 * s.out_bytes + k.bytes + v.bytes
-    made = tape.launch(
-        "",
-        results,
-        temporaries=temporaries,
-        kernel=Kernel.ATTENTION,
-        moved=moved,
-        flops=s.flops,
-        shape=s.shape,
-        dtype=_unit(tape, s),
-    )
+    work: dict[str, Any] = {
+        "kernel": Kernel.ATTENTION,
+        "moved": moved,
+        "flops": s.flops,
+        "shape": s.shape,
+        "dtype": _unit(tape, s),
+    }
+    made = list(tape.kept(lambda: tuple(tape.launch("", results, temporaries=temporaries, **work))))
     out = tape.tensor(made.pop(0), q.shape, q.dtype, strides)
     if node:
         node.save(out, *made)
@@ -164,11 +164,11 @@ def _fused_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     assert isinstance(v, Tensor)
     s = _Sizes(q)
     temporaries: tuple[int, ...]
-    is_flash = tape.cuda and len(others) > 3  # it alone keeps a random state
+    is_flash = tape.cuda and len(others) > 3  # only flash saves a random state
     if not tape.cuda:
         temporaries = kernels.cpu_flash_backward_bytes(tape.threads, s.tokens, s.half)
     elif is_flash:
-        # what does not lie token by token is copied so; grouped keys and values get a gradient for every query head
+        # tensors not in token-major order are copied; grouped keys and values get a gradient for every query head
         temporaries = tuple([t.bytes for t in (grad, out) if not _lies_by_token(t)])
         temporaries += kernels.flash_backward_bytes(s.batch, s.heads, s.tokens, s.head_size, k.shape[1])
     else:
@@ -191,7 +191,7 @@ def _lies_by_token(x: Tensor) -> bool:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Heads filled up to a multiple of 8, head by head; the gradient is cut to size."""
+    """Heads padded to a multiple of 8, head by head; the gradient is cut to size."""
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
@@ -204,7 +204,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def repeat_heads(x: Tensor, groups: int, copied: bool = False) -> Tensor:
-    """Each head so many times: transformers' repeat_kv, which expands a single head; `copied`: repeat_interleave."""
+    """Each head repeated: transformers' repeat_kv, which expands a single head; `copied`: repeat_interleave."""
     batch, heads, tokens, size = x.shape
     if groups == 1:
         return x
@@ -214,7 +214,7 @@ def repeat_heads(x: Tensor, groups: int, copied: bool = False) -> Tensor:
 
 
 def _composed(q: Tensor, k: Tensor, v: Tensor, rate: float, mask: Tensor | None) -> Tensor:
-    """`_scaled_dot_product_attention_math`: plain products in float32, with every score kept."""
+    """`_scaled_dot_product_attention_math`: plain products in float32, with every score saved."""
     tape, dtype = q.tape, q.dtype
     autocast, tape.autocast = tape.autocast, None
     if dtype in HALVES:
@@ -228,7 +228,7 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, rate: float, mask: Tensor | None)
     weights = _safe_softmax(scores)
     del scores
     weights = dropout(weights, rate)
-    narrow = to(weights, dtype)  # returned beside the output
+    narrow = to(weights, dtype)  # returned besides the output
     out = to(matmul(weights, values), dtype)
     del narrow, bias
     tape.autocast = autocast
@@ -237,7 +237,7 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, rate: float, mask: Tensor | None)
 
 @decomposable
 def _biased(scores: Tensor, bias: Tensor) -> Tensor:
-    """scores += bias. The CPU adds a copy of it in the scores' dtype."""
+    """scores += bias. The CPU adds a copy in the scores' dtype."""
     tape = scores.tape
     widened = not tape.cuda and bias.dtype != scores.dtype
     temporaries = (bias.numel * ITEM_BYTES[scores.dtype],) if widened else ()
@@ -247,7 +247,7 @@ def _biased(scores: Tensor, bias: Tensor) -> Tensor:
 
 @decomposable
 def _causal_bias(tape: Tape, rows: int, columns: int) -> Tensor:
-    """Zero or minus infinity for each query and key."""
+    """A causal bias: 0 or -inf for each query and key."""
     ones = tape.made("mask", (rows, columns), "bool")
     mask = tape.made("mask", (rows, columns), "bool", (ones,))
     del ones
@@ -259,7 +259,7 @@ def _causal_bias(tape: Tape, rows: int, columns: int) -> Tensor:
 
 @decomposable
 def _safe_softmax(scores: Tensor) -> Tensor:
-    """Softmax that looks for rows without any score."""
+    """Softmax that checks for rows without any score."""
     tape = scores.tape
     node = tape.node(_softmax_backward, scores)
     columns = scores.shape[-1]
@@ -299,7 +299,7 @@ def _softmax_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 @decomposable
 def masked(scores: Tensor, mask: Tensor) -> Tensor:
-    """scores.masked_fill(mask, -inf): keeps the mask; the gradient is filled with zeros there."""
+    """scores.masked_fill(mask, -inf): saves the mask; the gradient is zeroed there."""
     node = scores.tape.node(_masked_backward, scores)
     if node:
         node.save(mask)
@@ -315,10 +315,10 @@ def _masked_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 @decomposable
 def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """FlashAttention 3, causal, of (batch, tokens, heads, head size), over all tokens before or a window of them.
+    """FlashAttention 3, causal, of (batch, tokens, heads, head size), over all earlier tokens or a window of them.
 
-    Keeps queries, keys, values, the output and a logsumexp; takes grouped queries and windows without a mask. What it
-    allocates is read from its sources (hopper/flash_api.cpp, mha_fwd and mha_bwd), and has not been measured.
+    Saves queries, keys, values, the output and a logsumexp; supports grouped queries and windows without a mask. Its
+    allocations are read from its sources (hopper/flash_api.cpp, mha_fwd and mha_bwd), and have not been measured.
     """
     tape = q.tape
     batch, tokens, heads, size = q.shape
@@ -354,7 +354,55 @@ def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None
     return out
 
 
+def flash_attention_2(
+    q: Tensor, k: Tensor, v: Tensor, document: int | None = None, window: int | None = None
+) -> Tensor:
+    """flash-attn's package (2.8), causal, of (batch, tokens, heads, head size): always in half precision.
+
+    `document`: each row consists of documents of this many tokens, the last one possibly shorter, which attend only to
+    themselves (flash_attn_varlen_func). Saves queries, keys, values, the output, a logsumexp and a random state.
+    """
+    tape = q.tape
+    batch, tokens, heads, size = q.shape
+    length = min(document or tokens, tokens)
+    whole, rest = divmod(tokens, length)
+    count = batch * (whole + bool(rest))
+    scores = batch * (whole * scores_of(length, window) + scores_of(rest, window))
+    flops, shape = 4 * heads * size * scores, (count, heads, length, size)
+
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        _saved, grad = node.unpack(), grads[0]  # alive while this runs
+        assert grad is not None
+        if document is None:
+            temporaries = kernels.flash_backward_bytes(batch, heads, tokens, size, node.shapes[1][2])
+        else:
+            temporaries = kernels.flash_varlen_backward_bytes(count, heads, batch * tokens, size, node.shapes[1][2])
+        sizes = [("dq", q_bytes), ("dk", k_bytes), ("dv", k_bytes)]
+        moved = 4 * q_bytes + 4 * k_bytes + 2 * sum(temporaries)
+        made = tape.launch(
+            "sdpa.backward", sizes, Kind.ATTENTION, temporaries=temporaries, kernel=Kernel.ATTENTION, moved=moved,
+            flops=5 * flops // 2, shape=shape, dtype=dtype,
+        )  # fmt: skip
+        return [tape.tensor(each, own, dtype) for each, own in zip(made, node.shapes, strict=True)]
+
+    q_bytes, k_bytes, dtype = q.bytes, k.bytes, q.dtype
+    node = tape.node(backward, q, k, v)
+    if node:
+        node.save(q, k, v)
+    results = [("out", q.bytes), ("logsumexp", kernels.flash_lse_bytes(batch, heads, tokens))]
+    results.append(("random", kernels.FLASH_STATE_BYTES[0]))
+    made = tape.launch(
+        "sdpa", results, Kind.ATTENTION, kernel=Kernel.ATTENTION, moved=2 * q.bytes + k.bytes + v.bytes, flops=flops,
+        shape=shape, dtype=dtype,
+    )  # fmt: skip
+    out = tape.tensor(made[0], q.shape, q.dtype)
+    if node:
+        node.save(out, *made[1:])
+        node.attach(out)
+    return out
+
+
 def scores_of(tokens: int, window: int | None) -> int:
-    """How many pairs of a token and one it sees there are; a window leaves so many before the token itself."""
+    """The number of (query, key) pairs; a window admits this many tokens before the query itself."""
     seen = tokens if window is None else min(tokens, window + 1)
     return seen * (seen + 1) // 2 + (tokens - seen) * seen

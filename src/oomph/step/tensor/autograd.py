@@ -1,8 +1,8 @@
-"""PyTorch's autograd engine: what is saved for backward, in which order nodes run, where gradients meet.
+"""PyTorch's autograd engine: what is saved for backward, in which order nodes run, where gradients are added.
 
 The engine runs the newest node that is ready (`torch/csrc/autograd/engine.cpp`). A node's results are brought to the
-shape and dtype of its inputs (`validate_outputs`), its arguments and saved tensors are let go, and where two gradients
-meet they are added: into the older one where nobody else holds it (`input_buffer.cpp`), else into a third.
+shape and dtype of its inputs (`validate_outputs`), and its arguments and saved tensors are freed. Two gradients of one
+input are added: into the older one if nothing else refers to it (`input_buffer.cpp`), else into a new tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Saved = Tensor | Storage
 
 
 class Node:
-    """One step of backward: what it runs, what it keeps for that, and whom its results go to."""
+    """One node of the backward graph: its function, its saved tensors, and the nodes that get its results."""
 
     __slots__ = ("backward", "block", "dtypes", "edges", "kind", "outputs", "saved", "scope", "seq", "shapes", "tape")
 
@@ -46,11 +46,11 @@ class Node:
         return self.seq > other.seq  # the newest first
 
     def needs(self, index: int) -> bool:
-        """Whether an input's gradient is wanted."""
+        """Whether an input needs a gradient."""
         return self.edges[index] is not None
 
     def save(self, *tensors: Saved) -> None:
-        """Keep these for backward, or, in a checkpointed region, remember that they can be computed again."""
+        """Save tensors for backward; in a checkpointed region, only note that they can be recomputed."""
         frame = self.tape.frame
         if frame is None:
             self.saved += [each.detach() if isinstance(each, Tensor) else each for each in tensors]
@@ -59,18 +59,18 @@ class Node:
                 self.saved.append(frame.pack(each))
 
     def unpack(self) -> list[Saved]:
-        """What was saved; a checkpointed region computes it now."""
+        """The saved tensors; a checkpointed region recomputes them now."""
         return [each if isinstance(each, (Tensor, Storage)) else each.unpack() for each in self.saved]
 
     def attach(self, out: Tensor, index: int = 0) -> Tensor:
-        """The result whose gradient arrives here."""
+        """Make this node the one that receives the result's gradient. Returns the result."""
         out.edge = (self, index)
         self.outputs = max(self.outputs, index + 1)
         return out
 
 
 class Leaf(Node):
-    """AccumulateGrad of a parameter: runs as soon as its gradient is there."""
+    """AccumulateGrad of a parameter: runs as soon as its gradient is ready."""
 
     __slots__ = ("name", "strides")
 
@@ -98,7 +98,7 @@ def _accumulate(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 
 class InputLeaf(Node):
-    """AccumulateGrad of an activation that was made to need a gradient: holds both for as long as the graph lives."""
+    """AccumulateGrad of an activation made to require a gradient: holds both for as long as the graph lives."""
 
     __slots__ = ("storage",)
 
@@ -116,7 +116,7 @@ def _hold(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 
 def run_backward(*roots: tuple[Tensor, Tensor]) -> None:
-    """Run the graph that made the roots, each with its gradient, letting it go on the way."""
+    """Run the graph that made the roots, each with its gradient, freeing it on the way."""
     tape = roots[0][0].tape
     edges = [root.edge for root, _ in roots if root.edge is not None]
     waits = _count_edges([node for node, _ in edges])
@@ -135,7 +135,7 @@ def run_backward(*roots: tuple[Tensor, Tensor]) -> None:
 
 
 def _count_edges(first: Sequence[Node]) -> dict[Node, int]:
-    """How many gradients each node waits for."""
+    """The number of gradients each node waits for."""
     waits: dict[Node, int] = {}
     todo, seen = list(dict.fromkeys(first)), set(first)
     while todo:
@@ -184,9 +184,9 @@ def _fit(node: Node, index: int, results: Gradients) -> None:
     grad, results[index] = results[index], None
     assert grad is not None
     if grad.shape != shape:
-        fewer = len(grad.shape) > len(shape)  # sum_to keeps all dimensions, and then views the result without some
+        fewer = len(grad.shape) > len(shape)  # sum_to keeps all dimensions, then views the result with fewer
         grad = tape.made("sum", shape, grad.dtype, (grad,), tape.grad_kind(node, index), kernel=Kernel.REDUCTION)
-        grad = grad.seen(shape, grad.strides) if fewer else grad
+        grad = grad.as_strided(shape, grad.strides) if fewer else grad
     if grad.dtype != dtype:
         grad = tape.cast(grad, dtype, tape.grad_kind(node, index))
     results[index] = grad
@@ -215,12 +215,12 @@ def _holders(tensor: Tensor) -> int:
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    """Whether nobody but the engine holds it, and it may be added into."""
+    """Whether only the engine refers to a tensor that can be added into."""
     return not tensor.is_view and is_dense(tensor.shape, tensor.strides) and _holders(tensor) <= _ONE_HOLDER
 
 
 def _count_one_holder() -> int:
-    """What `_holders` says of a storage that a single tensor holds: how many more it counts depends on Python."""
+    """The count `_holders` returns for a storage with a single holder: its offset depends on the Python version."""
     from oomph.step.ops import Buffer
     from oomph.step.tensor.tensor import Ledger
 

@@ -1,4 +1,4 @@
-"""Tensors in other dtypes: what autocast casts, and the copies of weights that it keeps."""
+"""Dtype conversions: what autocast casts, and the weight copies it caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oomph.step.tensor.tensor import Tensor
 
 
 def to(x: Tensor, dtype: str, kind: Kind | None = None) -> Tensor:
-    """The tensor in another dtype: itself, where it has that."""
+    """The tensor in another dtype; itself if it already has that."""
     if x.dtype == dtype:
         return x
     node = x.tape.node(pass_on, x)
@@ -20,7 +20,7 @@ def to(x: Tensor, dtype: str, kind: Kind | None = None) -> Tensor:
 
 
 def autocast_half(x: Tensor) -> Tensor:
-    """As autocast hands it to a matrix product: in half precision, a trained weight's copy kept until it ends."""
+    """The tensor as autocast passes it to a matrix product: in half precision, a trained weight's copy cached."""
     tape = x.tape
     dtype = tape.autocast
     if dtype is None or x.dtype == dtype:
@@ -37,7 +37,7 @@ def autocast_half(x: Tensor) -> Tensor:
 
 
 def autocast_float32(x: Tensor) -> Tensor:
-    """As a GPU's autocast hands it to an operation of its float32 list."""
+    """The tensor as a GPU's autocast passes it to an operation on its float32 list."""
     return to(x, "float32") if x.tape.cuda and x.tape.autocast is not None and x.dtype in HALVES else x
 
 

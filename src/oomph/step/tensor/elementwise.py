@@ -1,15 +1,16 @@
-"""Elementwise operations and sums, each with its backward rule, as PyTorch's autograd has them.
+"""Elementwise operations and sums, each with its backward rule, as in PyTorch's autograd.
 
-An operation saves its inputs before it runs and its results after (as the generated `VariableType` does): a
-checkpointed region that is computed again stops between the two where nothing more is needed.
+An operation saves its inputs before it runs and its results after (as the generated `VariableType` does): the
+recomputation of a checkpointed region stops between the two if nothing more is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from oomph.step.ops import Kernel
-from oomph.step.tensor.autograd import Gradients, Node
+from oomph.step.tensor.autograd import Backward, Gradients, Node
 from oomph.step.tensor.casts import autocast_float32, pass_on
 from oomph.step.tensor.layout import ITEM_BYTES, promote, result_layout
 from oomph.step.tensor.tape import decomposable
@@ -17,21 +18,21 @@ from oomph.step.tensor.tensor import Tensor
 
 
 def pointwise(name: str, *operands: Tensor, dtype: str | None = None) -> Tensor:
-    """The result of an elementwise kernel, without history.
+    """The result of an elementwise kernel, without autograd history.
 
-    A GPU's kernels convert what they read; the CPU's read copies in the common dtype.
+    A GPU's kernels convert their operands as they read; the CPU's read copies in the common dtype.
     """
     tape = operands[0].tape
     if len(operands) == 1:
         x = operands[0]
         shape, strides = result_layout(((x.shape, x.strides),))
         return tape.made(name, shape, dtype or x.dtype, operands, strides=strides)
-    sized = [x for x in operands if x.shape] or operands  # a single number takes the others' dtype
+    sized = [x for x in operands if x.shape] or operands  # scalars take the others' dtype
     common = promote([x.dtype for x in sized])
     shape, strides = result_layout(tuple([(x.shape, x.strides) for x in operands]))
     temporaries: list[int] = []
     if not tape.cuda:
-        temporaries = [x.numel * ITEM_BYTES[common] for x in sized if x.dtype != common]
+        temporaries = [x.numel * ITEM_BYTES[common] for x in sized if x.shape and x.dtype != common]
     return tape.made(name, shape, dtype or common, operands, strides=strides, temporaries=temporaries)
 
 
@@ -44,7 +45,16 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 def _add_backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     assert grads[0] is not None
-    return [grads[0], grads[0].detach()]  # two holders: where one meets another gradient, it is not alone
+    return [grads[0], grads[0].detach()]  # two references: where one meets another gradient, it is not the only one
+
+
+def add_into(a: Tensor, b: Tensor) -> Tensor:
+    """a += b."""
+    tape = a.tape
+    node = tape.node(_add_backward, a, b)
+    tape.note("add", moved=2 * a.bytes + b.bytes)
+    out = tape.tensor(a.storage, a.shape, a.dtype, a.strides)
+    return node.attach(out) if node else out
 
 
 def sub(a: Tensor, b: Tensor) -> Tensor:
@@ -60,7 +70,7 @@ def sub(a: Tensor, b: Tensor) -> Tensor:
 
 
 def mul(a: Tensor, b: Tensor) -> Tensor:
-    """a * b: keeps each factor that the other's gradient needs."""
+    """a * b: saves each factor that the other's gradient needs."""
     node = a.tape.node(_mul_backward, a, b)
     if node:
         if node.needs(0):
@@ -85,7 +95,7 @@ def _mul_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 @decomposable
 def divide_into(x: Tensor, y: Tensor) -> Tensor:
-    """x /= y: keeps y, and a copy of what x was."""
+    """x /= y: saves y, and a copy of x."""
     tape = x.tape
     node = tape.node(_division_backward, x, y)
     if node:
@@ -97,7 +107,7 @@ def divide_into(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _division_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
-    """Of y: -grad * ((x / y) / y); then of x: grad / y."""
+    """The gradient of y: -grad * ((x / y) / y); then that of x: grad / y."""
     y, x = node.unpack()
     grad = grads[0]
     assert grad is not None and isinstance(x, Tensor) and isinstance(y, Tensor)
@@ -142,8 +152,8 @@ def neg(x: Tensor) -> Tensor:
 
 @decomposable
 def activation(x: Tensor, name: str) -> Tensor:
-    """gelu, silu: keeps its input, one pass back."""
-    node = x.tape.node(_activation_backward, x)
+    """gelu, silu: saves its input; backward is one pass."""
+    node = x.tape.node(_activation_backward(name), x)
     if node:
         node.save(x)
     out = pointwise(name, x)
@@ -151,9 +161,9 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 
 @decomposable
-def squashed(x: Tensor, name: str) -> Tensor:
-    """relu, tanh, sigmoid: keeps its result, one pass back."""
-    node = x.tape.node(_activation_backward, x)
+def activation_from_result(x: Tensor, name: str) -> Tensor:
+    """relu, tanh, sigmoid: saves its result; backward is one pass."""
+    node = x.tape.node(_activation_backward(name), x)
     out = pointwise(name, x)
     if node:
         node.save(out)
@@ -161,22 +171,27 @@ def squashed(x: Tensor, name: str) -> Tensor:
     return out
 
 
-def _activation_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
-    (kept,) = node.unpack()
-    assert grads[0] is not None and isinstance(kept, Tensor)
-    return [pointwise("dx", grads[0], kept)]
+@cache
+def _activation_backward(name: str) -> Backward:
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        (kept,) = node.unpack()
+        assert grads[0] is not None and isinstance(kept, Tensor)
+        return [pointwise(f"{name}.dx", grads[0], kept)]
+
+    return backward
 
 
 def activate(x: Tensor, name: str) -> Tensor:
     """ACT2FN[name](x)."""
-    if name == "relu":
-        return squashed(x, name)
+    if name in ("relu", "relu2"):
+        kept = activation_from_result(x, "relu")
+        return kept if name == "relu" else mul(kept, kept)
     return gelu_new(x) if name == "gelu_new" else activation(x, name)
 
 
 def gelu_new(x: Tensor) -> Tensor:
-    """0.5 * x * (1.0 + tanh(c * (x + 0.044715 * x.pow(3)))), a pass each."""
-    return mul(scale(x), shift(squashed(scale(add(x, scale(square(x)))), "tanh")))
+    """0.5 * x * (1.0 + tanh(c * (x + 0.044715 * x.pow(3)))), one pass per operation."""
+    return mul(scale(x), shift(activation_from_result(scale(add(x, scale(square(x)))), "tanh")))
 
 
 def square(x: Tensor) -> Tensor:
@@ -245,7 +260,7 @@ def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
         if not keepdim:
             strides.insert(dim, 0)
         strides[dim] = 0
-        return [grad.seen(shape, tuple(strides))]
+        return [grad.as_strided(shape, tuple(strides))]
 
     node = x.tape.node(backward, x)
     shape = (*x.shape[:dim], *((1,) if keepdim else ()), *x.shape[dim + 1 :])
@@ -255,11 +270,11 @@ def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 @decomposable
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """F.dropout: a GPU keeps a mask of a byte per number, the CPU noise of the input's own type."""
+    """F.dropout: a GPU saves a mask of one byte per element, the CPU noise in the input's dtype."""
     tape = x.tape
     if not tape.training or rate == 0:
         return x
-    node = tape.node(_activation_backward, x)
+    node = tape.node(_activation_backward("dropout"), x)
     if tape.cuda:
         kind, moved = tape.kind, 2 * x.bytes + x.numel
         results = tape.launch("dropout", (("out", x.bytes), ("mask", x.numel)), kind, moved=moved)

@@ -25,7 +25,7 @@ _RANK = {
 
 
 def numel(shape: Sequence[int]) -> int:
-    """How many elements a tensor of this shape has."""
+    """The number of elements in a tensor of this shape."""
     count = 1
     for size in shape:
         count *= size
@@ -33,7 +33,7 @@ def numel(shape: Sequence[int]) -> int:
 
 
 def contiguous_strides(shape: Sequence[int]) -> Shape:
-    """Strides of a fresh tensor."""
+    """Strides of a contiguous tensor."""
     strides = [1] * len(shape)
     step = 1
     for place in range(len(shape) - 1, -1, -1):
@@ -52,9 +52,9 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
     return True
 
 
-@lru_cache(maxsize=1024)  # blocks are alike: a model asks for few
+@lru_cache(maxsize=1024)  # a model repeats a few layouts in every block
 def is_dense(shape: Shape, strides: Shape) -> bool:
-    """Whether the elements fill one stretch of memory, in any order of dimensions (non-overlapping and dense)."""
+    """Whether the elements fill one range of memory, in any order of dimensions (non-overlapping and dense)."""
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != step:
@@ -64,7 +64,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
 
 
 def dense_strides_like(shape: Shape, strides: Shape) -> Shape:
-    """Strides of `empty_like`: the dimensions' order is kept where the tensor is dense, else contiguous."""
+    """Strides of `empty_like`: the order of dimensions is kept if the tensor is dense; otherwise contiguous."""
     return strides if is_dense(shape, strides) else result_layout(((shape, strides),))[1]
 
 
@@ -79,7 +79,7 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
 
 
 def promote(dtypes: Sequence[str]) -> str:
-    """The dtype that tensors of these dtypes meet in."""
+    """The common dtype of these."""
     best = max(dtypes, key=_RANK.__getitem__)
     if best in HALVES and len(set(dtypes) & set(HALVES)) == 2:
         return "float32"
@@ -119,7 +119,7 @@ def result_layout(operands: tuple[tuple[Shape, Shape], ...]) -> tuple[Shape, Sha
 
 
 def _compare(strides: list[list[int]], shape: Shape, first: int, second: int) -> int:
-    """TensorIterator's `should_swap`: positive where the first dimension should be outside the second."""
+    """TensorIterator's `should_swap`: positive if the first dimension belongs outside the second."""
     for own in strides:
         a, b = own[first], own[second]
         if a == 0 or b == 0:
@@ -134,7 +134,7 @@ def _compare(strides: list[list[int]], shape: Shape, first: int, second: int) ->
 
 
 def viewed(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
-    """The strides under which the same memory has another shape; None where it must be copied (computeStride)."""
+    """The strides that give the same memory another shape; None if it must be copied (computeStride)."""
     if is_contiguous(shape, strides):
         return contiguous_strides(new)
     if numel(shape) == 0:

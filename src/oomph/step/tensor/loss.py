@@ -1,7 +1,7 @@
 """Cross-entropy: all logits at once, or the head and the loss by chunks of rows.
 
 The chunked loss is `oomph.training.loss.chunked_loss`: one autograd function that computes the loss and its gradients
-in the forward, so that no more than a chunk's logits ever exist.
+in the forward, so at most one chunk's logits exist at a time.
 """
 
 from __future__ import annotations
@@ -16,26 +16,22 @@ from oomph.step.tensor.tape import Tape, decomposable
 from oomph.step.tensor.tensor import Tensor
 from oomph.step.tensor.views import reshape
 
-_GROUP = 8  # rows of the head that a compiled loss pads it to, as in training.loss
-_WRITTEN_CHUNKS = 3  # of equal ones: the allocator serves each as it served the one before
+_GROUP = 8  # a compiled loss pads the head's rows to a multiple of this, as in training.loss
+_WRITTEN_CHUNKS = 3  # of equal chunks, written out: the allocator serves each like the one before
 
 
 @decomposable
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """F.cross_entropy of logits (…, vocabulary) and targets: log_softmax, then nll_loss.
 
-    Under a GPU's autocast log_softmax keeps the logits' own dtype and nll_loss is float32, so it is the logarithms that
-    are copied. On a CPU cross_entropy itself is on autocast's float32 list: the logits are copied.
+    Under a GPU's autocast log_softmax keeps the logits' dtype and nll_loss is float32, so the log-probabilities are
+    copied. On a CPU cross_entropy itself is on autocast's float32 list: the logits are copied.
     """
     tape = logits.tape
     flat = reshape(logits, logits.numel // logits.shape[-1], logits.shape[-1])
     if tape.autocast is not None and not tape.cuda and flat.dtype in HALVES:
         flat = to(flat, "float32")
-    node = tape.node(_log_softmax_backward, flat)
-    logs = tape.made("log_softmax", flat.shape, flat.dtype, (flat,), kernel=Kernel.REDUCTION)
-    if node:
-        node.save(logs)
-        node.attach(logs)
+    logs = _log_softmax(flat)
     wide = to(logs, "float32") if tape.autocast is not None and tape.cuda else logs
     node = tape.node(_nll_loss_backward, wide)
     if node:
@@ -47,6 +43,31 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         node.save(made[1])
         node.attach(loss)
     return loss
+
+
+def cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    """F.cross_entropy(reduction="none") of rows of logits: one loss per row."""
+    tape, logs = logits.tape, _log_softmax(logits)
+    node = tape.node(_nll_loss_backward, logs)
+    if node:
+        node.save(logs, targets)
+    rows, item = logs.shape[0], ITEM_BYTES[logs.dtype]
+    results = (("", rows * item), ("total_weight", item))
+    made = tape.launch("nll_loss", results, kernel=Kernel.INDEX, moved=(8 + 2 * item) * rows)
+    losses = tape.tensor(made[0], (rows,), logs.dtype)
+    if node:
+        node.save(made[1])
+        node.attach(losses)
+    return losses
+
+
+def _log_softmax(x: Tensor) -> Tensor:
+    node = x.tape.node(_log_softmax_backward, x)
+    logs = x.tape.made("log_softmax", x.shape, x.dtype, (x,), kernel=Kernel.REDUCTION)
+    if node:
+        node.save(logs)
+        node.attach(logs)
+    return logs
 
 
 def _log_softmax_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
@@ -63,11 +84,11 @@ def _nll_loss_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 
 def chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
-    """(rows, repeats) of the chunks; of a long run of equal ones the first, those between, and the last."""
+    """(rows, repeats) of the chunks; of a long run of equal ones the first, those in between, and the last."""
     whole, rest = divmod(rows, chunk)
     if whole <= _WRITTEN_CHUNKS:
         runs = [(chunk, 1)] * whole
-    else:  # the last one stands alone: what ends with the loop is freed after it
+    else:  # the last one is separate: what the loop holds is freed after it
         runs = [(chunk, 1), (chunk, whole - _WRITTEN_CHUNKS + 1), (chunk, 1)]
     return [*runs, (rest, 1)] if rest else runs
 
@@ -78,10 +99,10 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
 
     1. Under autocast `hidden`, then `weight`, are cast to half; the copies live until the forward returns.
     2. The running loss is made; with gradients also `grad_hidden`, like the cast `hidden`, and `grad_weight`.
-    3. For each chunk: its logits, in float32 the logarithms of their softmax, those of the targets picked and summed.
-    4. The logarithms become the gradient of the logits in place, in half precision cast.
+    3. For each chunk: its logits, their log_softmax in float32, the targets' entries gathered and summed.
+    4. The logits' gradient overwrites the log-probabilities, and in half precision is cast.
     5. A product with `weight` writes the chunk's rows of `grad_hidden`. A product with the chunk's `hidden` is added
-       into `grad_weight`: by the product itself, or, if that is float32 and the product half, from a buffer.
+       into `grad_weight`: by the product itself or, if that is float32 and the product half, from a buffer.
     """
     tape = hidden.tape
     node = tape.node(_chunked_backward, hidden, weight)
@@ -92,19 +113,19 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
     copy = _head_copy(weight, dtype) if weight.dtype != dtype else weight
     loss = tape.made("", (), "float32", moved=0)
     if node:
-        grad_hidden = tape.made("grad_hidden", narrow.shape, dtype, kernel=Kernel.NONE, moved=0)
-        grad_weight = tape.made("grad_weight", weight.shape, wanted, kind=Kind.GRADIENTS)
-        node.save(grad_hidden, grad_weight)
+        node.save(tape.made("grad_hidden", narrow.shape, dtype, kernel=Kernel.NONE, moved=0))
+        if node.needs(1):  # else the head is frozen
+            node.save(tape.made("grad_weight", weight.shape, wanted, kind=Kind.GRADIENTS))
     for count, tape.ledger.times in chunks(rows, chunk):
         run = _compiled_chunk if tape.compiles_loss else _chunk
-        run(tape, count, width, (weight.shape[0], copy.shape[0]), dtype, wanted, learns=node is not None)
+        run(tape, count, width, (weight.shape[0], copy.shape[0]), dtype, wanted, node)
     tape.ledger.times = 1
     del narrow, copy
     return node.attach(loss) if node else loss
 
 
 def _head_copy(weight: Tensor, dtype: str) -> Tensor:
-    """The head in half precision; for a compiled loss padded to whole groups of rows."""
+    """The head in half precision; for a compiled loss, its rows padded to whole groups."""
     tape, (words, width) = weight.tape, weight.shape
     if tape.compiles_loss and words % _GROUP:
         return tape.made("to", (words + -words % _GROUP, width), dtype, (weight,), Kind.HALF_WEIGHTS)
@@ -112,20 +133,21 @@ def _head_copy(weight: Tensor, dtype: str) -> Tensor:
 
 
 def _compiled_chunk(
-    tape: Tape, rows: int, width: int, words: tuple[int, int], dtype: str, wanted: str, learns: bool
+    tape: Tape, rows: int, width: int, words: tuple[int, int], dtype: str, wanted: str, node: Node | None
 ) -> None:
-    """Three kernels: maximum and sum of each row, the targets' logarithms, and the gradient in the logits' place."""
+    """Three kernels: each row's maximum and sum, the targets' log-probabilities, and the gradient over the logits."""
     vocab, padded = words
     size = rows * vocab * ITEM_BYTES[dtype]
     logits = tape.product("chunk_logits", 1, rows, padded, width, dtype)
     results = (("maximum", 4 * rows), ("total", 4 * rows))
     statistics = tape.launch("chunk_softmax", results, kernel=Kernel.REDUCTION, moved=size)
     summed = tape.made("chunk_sum", (), "float32", kernel=Kernel.REDUCTION, moved=(ITEM_BYTES[dtype] + 16) * rows)
-    if learns:
+    if node:
         tape.note("chunk_dlogits", Kernel.POINTWISE, 2 * size)
         statistics.clear()
         tape.product("chunk_grad_hidden", 1, rows, width, padded, dtype, into=True)
-        _add_weight_grad(tape, rows, width, words, dtype, wanted)
+        if node.needs(1):
+            _add_weight_grad(tape, rows, width, words, dtype, wanted)
     statistics.clear()
     del logits
     tape.note("sum", Kernel.POINTWISE, 12)
@@ -133,7 +155,7 @@ def _compiled_chunk(
 
 
 def _add_weight_grad(tape: Tape, rows: int, width: int, words: tuple[int, int], dtype: str, wanted: str) -> None:
-    """Into the head's gradient: by the product itself, or, if that is float32 and the product half, from a buffer."""
+    """Add to the head's gradient: by the product itself or, if that is float32 and the product half, from a buffer."""
     adds = dtype == wanted
     own = tape.product("chunk_grad_weight", 1, words[1], width, rows, dtype, Kind.TEMPORARY, into=adds)
     if not adds:
@@ -142,7 +164,9 @@ def _add_weight_grad(tape: Tape, rows: int, width: int, words: tuple[int, int], 
     del own
 
 
-def _chunk(tape: Tape, rows: int, width: int, words: tuple[int, int], dtype: str, wanted: str, learns: bool) -> None:
+def _chunk(
+    tape: Tape, rows: int, width: int, words: tuple[int, int], dtype: str, wanted: str, node: Node | None
+) -> None:
     half, vocab = dtype in HALVES, words[0]
     count = rows * vocab
     logits = tape.product("chunk_logits", 1, rows, vocab, width, dtype)
@@ -152,7 +176,7 @@ def _chunk(tape: Tape, rows: int, width: int, words: tuple[int, int], dtype: str
     picked = tape.made("chunk_picked", (rows,), "float32", kernel=Kernel.INDEX, moved=8 * rows)
     summed = tape.made("chunk_loss", (), "float32", kernel=Kernel.REDUCTION, moved=4 * rows)
     del picked
-    if not learns:
+    if node is None:
         return
     tape.note("chunk_softmax", Kernel.POINTWISE, 8 * count)
     ones = tape.made("chunk_ones", (rows,), "float32")
@@ -161,19 +185,23 @@ def _chunk(tape: Tape, rows: int, width: int, words: tuple[int, int], dtype: str
     if half:
         logits = tape.made("chunk_dlogits_half", (count,), dtype, moved=6 * count).storage
     tape.product("chunk_grad_hidden", 1, rows, width, vocab, dtype, into=True)
-    _add_weight_grad(tape, rows, width, words, dtype, wanted)
+    if node.needs(1):
+        _add_weight_grad(tape, rows, width, words, dtype, wanted)
     del summed, logits
 
 
 def _chunked_backward(node: Node, _grads: Gradients) -> Sequence[Tensor | None]:
-    """Both gradients are multiplied by the incoming one, and the hidden state's is cast to its own dtype."""
-    hidden, weight = node.unpack()
+    """Both gradients times the incoming one, the hidden state's cast to its own dtype."""
+    hidden, *rest = node.unpack()
     node.saved = []
     tape = node.tape
-    assert isinstance(hidden, Tensor) and isinstance(weight, Tensor)
+    assert isinstance(hidden, Tensor)
     scale = tape.made("scale", (), "float32", moved=0)
     tape.note("grad_hidden", Kernel.POINTWISE, 2 * hidden.bytes)
-    tape.note("grad_weight", Kernel.POINTWISE, 2 * weight.bytes)
+    weight = next((each for each in rest if isinstance(each, Tensor)), None)
+    if weight is not None:
+        tape.note("grad_weight", Kernel.POINTWISE, 2 * weight.bytes)
+    del rest
     if hidden.dtype != node.dtypes[0]:
         hidden = tape.cast(hidden, node.dtypes[0], Kind.TEMPORARY)
     del scale
@@ -181,7 +209,7 @@ def _chunked_backward(node: Node, _grads: Gradients) -> Sequence[Tensor | None]:
 
 
 def enter_loss(tape: Tape) -> None:
-    """From here on operations are the loss's."""
+    """Attribute the following operations to the loss."""
     if tape.training:
         tape.ledger.phase = Phase.LOSS
     tape.kind = Kind.LOGITS

@@ -1,4 +1,4 @@
-"""Norms: layer_norm, and rms_norm without a weight (one kernel on a GPU, composed of others on the CPU)."""
+"""Norms: layer_norm, and rms_norm (one kernel on a GPU, composed on the CPU)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oomph.step.tensor.tensor import Tensor
 @decomposable
 @forward
 def layer_norm(module: Module, x: Tensor) -> Tensor:
-    """F.layer_norm: keeps its input and each row's mean and deviation. Autocast's is float32 on a GPU."""
+    """F.layer_norm: saves its input and each row's mean and deviation. Under a GPU's autocast it is float32."""
     tape = x.tape
     bias = module.maybe("bias")
     bias = autocast_float32(bias) if bias is not None else None
@@ -54,12 +54,16 @@ def _layer_norm_backward(node: Node, _grads: Gradients) -> Sequence[Tensor | Non
 
 
 @decomposable
-def rms_norm(x: Tensor) -> Tensor:
-    """F.rms_norm(x, (x.size(-1),)): CUDA's `_fused_rms_norm` keeps its input and each row's deviation in float32."""
+def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """F.rms_norm(x, (x.size(-1),), weight): CUDA's `_fused_rms_norm` saves its input and each row's deviation in
+    float32. Under autocast it is float32. It requires x's dtype of the weight: otherwise, as on a CPU, the norm is
+    composed."""
     tape = x.tape
-    if not tape.cuda:
-        return _composed_rms_norm(x)
-    node = tape.node(_rms_norm_backward, x)
+    weight = autocast_float32(weight) if weight is not None else None
+    x = autocast_float32(x)
+    if not tape.cuda or (weight is not None and weight.dtype != x.dtype):
+        return _composed_rms_norm(x, weight)
+    node = tape.node(_rms_norm_backward, x, weight)
     if node:
         node.save(x)
     sizes = (("", x.bytes), ("rstd", 4 * (x.numel // x.shape[-1])))
@@ -73,13 +77,17 @@ def rms_norm(x: Tensor) -> Tensor:
 
 def _rms_norm_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     x, _ = node.unpack()
-    grad = grads[0]
+    grad, tape = grads[0], node.tape
     assert grad is not None and isinstance(x, Tensor)
-    return [node.tape.made("rms_norm.dx", x.shape, x.dtype, (grad, x), kernel=Kernel.REDUCTION)]
+    dx = tape.made("rms_norm.dx", x.shape, x.dtype, (grad, x), kernel=Kernel.REDUCTION)
+    if not node.dtypes[1]:
+        return [dx, None]
+    kind = tape.grad_kind(node, 1)
+    return [dx, tape.made("rms_norm.dw", node.shapes[1], node.dtypes[1], kind=kind, kernel=Kernel.REDUCTION)]
 
 
-def _composed_rms_norm(x: Tensor) -> Tensor:
-    """`rms_norm_composite`: in float32, in one expression whose parts live to its end."""
+def _composed_rms_norm(x: Tensor, weight: Tensor | None) -> Tensor:
+    """`rms_norm_composite`: in float32, in one expression whose intermediates live to its end."""
     wide = to(x, "float32")
     squares = square(wide)
     variance = mean(squares)
@@ -87,4 +95,6 @@ def _composed_rms_norm(x: Tensor) -> Tensor:
     root = rsqrt(variance)
     del squares, variance
     wide = mul(wide, root)
+    if weight is not None:
+        wide = mul(wide, weight)
     return to(wide, x.dtype)

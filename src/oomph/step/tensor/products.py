@@ -1,4 +1,4 @@
-"""Matrix products: linear layers, batches of products, and the products by group of a mixture of experts."""
+"""Matrix products: linear layers, batched products, and the grouped products of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: Kind | 
     """x @ weight.T + bias, as at::linear composes it: mm without a bias, addmm with one."""
     tape, shape = x.tape, x.shape
     rows = (x.numel // x.shape[-1], x.shape[-1])
+    if bias is None and not weight.requires_grad and viewed(shape, x.strides, rows) is None:
+        return _batched(x, weight, kind)
     if viewed(shape, x.strides, rows) is None or (bias is not None and len(shape) != 2):
         x = reshape(x, *rows)  # its node runs after the weight's gradient is accumulated
     node = tape.node(_addmm_backward if bias is not None else _mm_backward, bias, x, weight)
@@ -41,20 +43,36 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: Kind | 
         if node.needs(1):
             node.save(weight)
     outputs, inputs = weight.shape
-    storage = tape.product("", 1, x.numel // inputs, outputs, inputs, x.dtype, kind)
+    rows = (x.numel // inputs, outputs)
+    storage = tape.kept(lambda: tape.product("", 1, *rows, inputs, x.dtype, kind), product=True)
     out = tape.tensor(storage, (*shape[:-1], outputs), x.dtype)
     return node.attach(out) if node else out
 
 
+def _batched(x: Tensor, weight: Tensor, kind: Kind | None) -> Tensor:
+    """at::matmul of a frozen weight and an input that is not rows in memory: a product per batch element."""
+    tape, (batch, tokens, inputs), outputs = x.tape, x.shape, weight.shape[0]
+
+    def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        assert grads[0] is not None
+        storage = tape.product("dx", batch, tokens, inputs, outputs, grads[0].dtype)
+        return [tape.tensor(storage, (batch, tokens, inputs), grads[0].dtype)]
+
+    node = tape.node(backward, x)
+    storage = tape.product("", batch, tokens, outputs, inputs, x.dtype, kind)
+    out = tape.tensor(storage, (batch, tokens, outputs), x.dtype)
+    return node.attach(out) if node else out
+
+
 def _mm_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
-    """The weight's gradient first."""
+    """Gradients of mm, the weight's first."""
     grad, x, weight = _operands(node, grads)
     dw = _weight_grad(node, grad) if x is not None else None
     return [None, _input_grad(node, grad) if weight is not None else None, dw]
 
 
 def _addmm_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
-    """The input's gradient first; the bias's is summed by the engine."""
+    """Gradients of addmm, the input's first; the engine sums the bias's."""
     grad, x, weight = _operands(node, grads)
     dx = _input_grad(node, grad) if weight is not None else None
     return [grad, dx, _weight_grad(node, grad) if x is not None else None]
@@ -67,7 +85,7 @@ def _operands(node: Node, grads: Gradients) -> tuple[Tensor, Tensor | None, Tens
     grad, grads[0] = grads[0], None
     assert grad is not None and not (isinstance(x, Storage) or isinstance(weight, Storage))
     rows = (grad.numel // grad.shape[-1], grad.shape[-1])
-    if viewed(grad.shape, grad.strides, rows) is None:  # it cannot be viewed as rows: it is copied
+    if viewed(grad.shape, grad.strides, rows) is None:  # it cannot be viewed as rows, so it is copied
         grad = as_shape(grad, rows)
     return grad, x, weight
 
@@ -77,7 +95,7 @@ def _input_grad(node: Node, grad: Tensor) -> Tensor:
     inputs, outputs = shape[-1], grad.shape[-1]
     storage = node.tape.product("dx", 1, grad.numel // outputs, inputs, outputs, grad.dtype, node.tape.kind)
     dx = node.tape.tensor(storage, (grad.numel // outputs, inputs), grad.dtype)
-    return dx if len(shape) == 2 else dx.seen(shape, contiguous_strides(shape))
+    return dx if len(shape) == 2 else dx.as_strided(shape, contiguous_strides(shape))
 
 
 def _weight_grad(node: Node, grad: Tensor) -> Tensor:
@@ -85,12 +103,12 @@ def _weight_grad(node: Node, grad: Tensor) -> Tensor:
     outputs, inputs = shape
     kind = node.tape.grad_kind(node, 2)
     storage = node.tape.product("dw", 1, outputs, inputs, grad.numel // outputs, grad.dtype, kind)
-    return node.tape.tensor(storage, shape, grad.dtype).seen(shape, contiguous_strides(shape))
+    return node.tape.tensor(storage, shape, grad.dtype).as_strided(shape, contiguous_strides(shape))
 
 
 @decomposable
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for (batch, heads, rows, columns), as at::matmul composes it: operands as batches, copied if they must."""
+    """a @ b for (batch, heads, rows, columns), as at::matmul composes it: operands as batches, copied if necessary."""
     tape = a.tape
     a, b = (autocast_half(a), autocast_half(b)) if tape.autocast is not None else (a, b)
     batch = a.shape[:-2]
@@ -116,13 +134,35 @@ def _bmm_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
     tape = node.tape
     (count, rows, inner), (_, _, columns) = node.shapes
     results: Gradients = [None, None]
-    if node.needs(1):  # mat2's
+    if node.needs(1):  # mat2's gradient
         storage = tape.product("bmm.db", count, inner, columns, rows, grad.dtype)
         results[1] = tape.tensor(storage, node.shapes[1], grad.dtype)
     if node.needs(0):
         storage = tape.product("bmm.da", count, rows, inner, columns, grad.dtype)
         results[0] = tape.tensor(storage, node.shapes[0], grad.dtype)
     return results
+
+
+def grouped_conv1d(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """F.conv1d(x, weight, groups=groups) of (batch, channels, tokens) with kernels of size 1: a product per group."""
+    tape, (batch, channels, tokens), outputs = x.tape, x.shape, weight.shape[0]
+    inputs, own = channels // groups, outputs // groups
+    if tape.autocast is not None:
+        weight, x = autocast_half(weight), autocast_half(x)
+
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+        _saved, grad = node.unpack(), grads[0]
+        assert grad is not None
+        dx = tape.product("conv.dx", batch * groups, inputs, tokens, own, grad.dtype)
+        dw = tape.product("conv.dw", groups, own, inputs, batch * tokens, grad.dtype, tape.grad_kind(node, 1))
+        return [tape.tensor(dx, node.shapes[0], grad.dtype), tape.tensor(dw, node.shapes[1], grad.dtype)]
+
+    node = tape.node(backward, x, weight)
+    if node:
+        node.save(x, weight)
+    storage = tape.product("conv", batch * groups, own, tokens, inputs, x.dtype)
+    out = tape.tensor(storage, (batch, outputs, tokens), x.dtype)
+    return node.attach(out) if node else out
 
 
 @forward
@@ -151,7 +191,7 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _conv1d_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
-    """The input's gradient first; the bias's is summed by the engine."""
+    """Gradients of Conv1D, the input's first; the engine sums the bias's."""
     _saved = node.unpack()  # alive while this runs
     grad, tape = grads[0], node.tape
     assert grad is not None
@@ -167,9 +207,9 @@ def _conv1d_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
 
 @decomposable
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets): the rows of each group by a matrix of their own.
+    """F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets): each group's rows times its own matrix.
 
-    `weight` is (groups, outputs, inputs). Autocast does not know the operation: it computes in the weight's own dtype.
+    `weight` is (groups, outputs, inputs). Autocast does not cover the operation: it computes in the weight's dtype.
     """
     node = x.tape.node(_grouped_backward, x, weight)
     if node:
@@ -181,7 +221,7 @@ def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _grouped_backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
-    """The weight's gradient first."""
+    """Gradients of grouped_mm, the weight's first."""
     _saved = node.unpack()  # alive while this runs
     grad, tape = grads[0], node.tape
     assert grad is not None

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from oomph.step.tensor.quantized import Quantization
 
 
+TRAINED_COPY = ".modules_to_save."  # in the name of a parameter that peft trains in place of a frozen one
+T = TypeVar("T")
+
+
 class Weight:
-    """A parameter of the model: its shape, its dtype, whether it is trained, and how it is quantized, if it is."""
+    """A parameter of the model: its shape, its dtype, whether it is trained, and how it is quantized, if at all."""
 
     __slots__ = ("dtype", "quantization", "shape", "trained")
 
@@ -29,10 +33,10 @@ class Weight:
 
 
 class Tape:
-    """One program while it runs."""
+    """A program while it runs."""
 
-    compiles = False  # it is recorded for torch.compile
-    rules: Mapping[str, Callable[..., Any]] = {}  # operations that it runs in its own way
+    compiles = False  # whether it is recorded for torch.compile
+    rules: Mapping[str, Callable[..., Any]] = {}  # replacements for operations
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class Tape:
         *,
         cuda: bool = True,
         threads: int = 1,  # of the CPU's kernels
-        autocast: str | None = None,  # the dtype that autocast computes in; None: it is off
+        autocast: str | None = None,  # autocast's dtype; None: it is off
         tf32: bool = False,  # float32 products on tensor cores
         layers: Sequence[int] = (),  # the blocks to run
     ) -> None:
@@ -49,25 +53,24 @@ class Tape:
         self.cuda, self.threads, self.tf32 = cuda, threads, tf32
         self.layers = layers
         self.autocast = autocast
-        self.casts: dict[str, Tensor] = {}  # autocast's cache of weights
+        self.casts: dict[str, Tensor] = {}  # autocast's weight cache
         self.grad_enabled = True
-        self.training = True  # dropout drops
-        self.frame: Frame | None = None  # the checkpointed region that runs
-        self.compiles_loss = False  # a chunked loss runs inductor's kernels between its products
+        self.training = True  # whether dropout is active
+        self.frame: Frame | None = None  # the checkpointed region being run
+        self.compiles_loss = False  # whether a chunked loss runs inductor's kernels between its products
         self.grads: dict[str, Storage | None] = {}
-        self.cache: list[Storage | None] = []  # keys and values that the model returns beside its logits
-        self.kept_inputs: list[
-            Storage | None
-        ] = []  # activations that need a gradient, and these, while the graph lives
-        self.scope = ""  # the module whose forward or backward runs
-        self.kind = Kind.ACTIVATIONS  # of what is made where nothing else is said
+        self.cache: list[Storage | None] = []  # keys and values that the model returns besides its logits
+        # Inputs made to require a gradient, and those gradients: held until the graph is freed.
+        self.kept_inputs: list[Storage | None] = []
+        self.scope = ""  # the module whose forward or backward is running
+        self.kind = Kind.ACTIVATIONS  # the default kind of new buffers
         self._seq = 0
         self._leaves: dict[str, Leaf] = {}
         self.sink = Node(self, _nothing, ())
 
     @property
     def block(self) -> int | None:
-        """The transformer block that runs."""
+        """The transformer block being run."""
         return self.ledger.block
 
     @block.setter
@@ -81,7 +84,7 @@ class Tape:
     # --- making tensors -------------------------------------------------------------------------
 
     def allocate(self, name: str, size_bytes: int, kind: Kind) -> Storage:
-        """An operation that does nothing but allocate."""
+        """The storage of an operation that only allocates."""
         buffer = Buffer(self._name(name), size_bytes, kind, self.block)
         self.ledger.note(buffer.name, (buffer,), Kernel.POINTWISE, size_bytes)
         return Storage(self.ledger, buffer)
@@ -99,7 +102,7 @@ class Tape:
         temporaries: Sequence[int] = (),
         moved: int | None = None,
     ) -> Tensor:
-        """The result of an operation bound by memory. `temporaries`: bytes of buffers that live while it runs."""
+        """The result of a memory-bound operation. `temporaries`: bytes of buffers that live while it runs."""
         size = numel(shape) * ITEM_BYTES[dtype]
         name = self._name(name)
         kind = kind or self.kind
@@ -126,7 +129,7 @@ class Tape:
         temporaries: Sequence[int] = (),
         **work: Any,
     ) -> list[Storage]:
-        """An operation with several results, by name and bytes. `work` is what `Ledger.note` takes."""
+        """The storages of an operation with several results, by name and bytes. `work` is passed to `Ledger.note`."""
         base = self._name(name)
         kinds = [kind or self.kind] * len(results) if kind is None or isinstance(kind, Kind) else list(kind)
         made = [
@@ -143,13 +146,13 @@ class Tape:
     def note(
         self, name: str, kernel: Kernel = Kernel.POINTWISE, moved: int = 0, temporaries: Sequence[int] = ()
     ) -> None:
-        """An operation that writes into what is there."""
+        """Record an operation that writes into existing memory."""
         self.launch(name, (), kernel=kernel, moved=moved, temporaries=temporaries)
 
     def product(
         self, name: str, batch: int, m: int, n: int, k: int, dtype: str, kind: Kind | None = None, *, into: bool = False
     ) -> Storage | None:
-        """A matrix product of (m, k) and (k, n), `batch` times; `into` what is there already."""
+        """A matrix product of (m, k) and (k, n), `batch` times; `into`: it writes into existing memory."""
         item = ITEM_BYTES[dtype]
         moved = batch * (m * n + n * k + m * k) * item
         shape, flops = (batch, m, n, k), 2 * batch * m * n * k
@@ -159,11 +162,15 @@ class Tape:
         return None if into else made[0]
 
     def tensor(self, storage: Storage | None, shape: Shape, dtype: str, strides: Shape | None = None) -> Tensor:
-        """A tensor on a storage that a launch made."""
+        """A tensor on an existing storage."""
         return Tensor(self, storage, shape, strides if strides is not None else contiguous_strides(shape), dtype)
 
+    def kept(self, make: Callable[[], T], product: bool = False) -> T:
+        """The result of a product or attention: saved for recomputation if checkpointing is selective (`by_op`)."""
+        return make() if self.frame is None else self.frame.kept(make, product)
+
     def cast(self, x: Tensor, dtype: str, kind: Kind | None = None) -> Tensor:
-        """A copy in another dtype, without history."""
+        """A copy in another dtype, without autograd history."""
         return self.made("to", x.shape, dtype, (x,), kind, strides=dense_strides_like(x.shape, x.strides))
 
     def _name(self, name: str) -> str:
@@ -172,7 +179,7 @@ class Tape:
     # --- autograd -------------------------------------------------------------------------------
 
     def node(self, backward: Backward, *inputs: Tensor | None) -> Node | None:
-        """The node of an operation on these inputs, where one of them needs a gradient."""
+        """The autograd node of an operation on these inputs; None if none of them needs a gradient."""
         if not self.grad_enabled:
             return None
         for tensor in inputs:
@@ -181,7 +188,7 @@ class Tape:
         return None
 
     def grad_kind(self, node: Node, index: int) -> Kind:
-        """What a gradient is for: a parameter's stays, others pass through."""
+        """The kind of a gradient: a parameter's stays, others are temporary."""
         edge = node.edges[index]
         return Kind.GRADIENTS if edge is not None and isinstance(edge[0], Leaf) else self.kind
 
@@ -197,8 +204,8 @@ class Tape:
         return Tensor(self, None, weight.shape, contiguous_strides(weight.shape), weight.dtype, edge)
 
     def buffer(self, name: str, shape: Shape, dtype: str) -> Tensor:
-        """A tensor of the model that is not trained, there for as long as the program."""
-        del name  # which only a recorded program needs
+        """A tensor of the model that is not trained and lives as long as the program."""
+        del name  # only a recorded program needs it
         return Tensor(self, None, shape, contiguous_strides(shape), dtype)
 
     @contextmanager
@@ -216,7 +223,7 @@ def _nothing(_node: Node, _grads: Sequence[Tensor | None]) -> Sequence[Tensor | 
 
 
 class Module:
-    """A module of the model by its name, such as `transformer.h.0.attn`: where its parameters are found."""
+    """A module of the model by its name, such as `transformer.h.0.attn`: gives access to its parameters."""
 
     __slots__ = ("config", "name", "tape")
 
@@ -228,11 +235,12 @@ class Module:
         return Module(self.tape, self.config, f"{self.name}.{name}" if self.name else str(name))
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter of this module."""
-        return self.tape.parameter(f"{self.name}.{name}")
+        """A parameter of this module, or its trained copy."""
+        copy = f"{self.name}{TRAINED_COPY}{name}"
+        return self.tape.parameter(copy if copy in self.tape.weights else f"{self.name}.{name}")
 
     def maybe(self, name: str) -> Tensor | None:
-        """The same, or None where the module has none of that name."""
+        """The same, or None if the module has no such parameter."""
         full = f"{self.name}.{name}"
         return self.tape.parameter(full) if full in self.tape.weights else None
 
@@ -243,7 +251,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def decomposable(function: F) -> F:
-    """An operation that a program may run by a rule of its own, as one that is recorded for torch.compile does."""
+    """An operation that a tape's rules may replace, as when it is recorded for torch.compile."""
     name = function.__name__
 
     @wraps(function)
@@ -257,7 +265,7 @@ def decomposable(function: F) -> F:
 def forward(function: Callable[Concatenate[Module, P], R]) -> Callable[Concatenate[Module, P], R]:
     """A module's forward: runs under the module's name, and holds its arguments until it returns.
 
-    nn.Module's __call__ has them in a tuple, whatever the forward does with its variables.
+    nn.Module's __call__ keeps them in a tuple, whatever the forward does with its variables.
     """
 
     @wraps(function)

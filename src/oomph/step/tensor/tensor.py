@@ -1,4 +1,4 @@
-"""Tensors without numbers, and the ledger of what a program allocates and frees.
+"""Tensors without data, and the ledger of what a program allocates and frees.
 
 PyTorch frees a tensor when the last reference to it goes: a Python frame's variable, a tensor saved for backward,
 autocast's cache, a `.grad`. A simulated program holds its tensors in the same places, as ordinary Python objects, and
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from oomph.step.tensor.autograd import Node
     from oomph.step.tensor.tape import Tape
 
-Record = tuple[str, Phase, tuple[Buffer, ...], list[Buffer], Kernel, Shape, str, int, int, int, int | None]
+OpRecord = tuple[str, Phase, tuple[Buffer, ...], list[Buffer], Kernel, Shape, str, int, int, int, int | None]
 
 
 class Ledger:
-    """Operations in the order they run. What is released before the next operation is among the last one's frees."""
+    """Operations in the order they run. Storages released before the next operation count as the last one's frees."""
 
     __slots__ = ("block", "frees", "phase", "records", "times")
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[OpRecord] = []
         self.frees: list[Buffer] = []
         self.phase = Phase.FORWARD
-        self.times = 1  # how often the operations being written run
-        self.block: int | None = None  # the transformer block that runs
+        self.times = 1  # how often the operations being recorded run
+        self.block: int | None = None  # the transformer block being run
 
     def note(
         self,
@@ -42,33 +42,33 @@ class Ledger:
         shape: Shape = (),
         dtype: str = "float32",
     ) -> None:
-        """Write down one operation and what it allocates."""
+        """Record one operation and what it allocates."""
         frees: list[Buffer] = []
         self.frees = frees
         work = (kernel, shape, dtype, flops, moved, self.times, self.block)
         self.records.append((name, self.phase, allocated, frees, *work))
 
     def hold(self, name: str, size_bytes: int, kind: Kind) -> Storage:
-        """A storage that is alive without an operation: it was there before, or the caller notes its allocation."""
+        """A storage that is alive without an operation: it existed before, or the caller records its allocation."""
         return Storage(self, Buffer(name, size_bytes, kind, self.block))
 
     def make(
         self, name: str, size_bytes: int, kind: Kind, kernel: Kernel = Kernel.POINTWISE, moved: int = 0
     ) -> Storage:
-        """An operation that moves memory and makes one buffer."""
+        """Record an operation that moves memory and makes one buffer. Returns its storage."""
         made = self.hold(name, size_bytes, kind)
         self.note(name, (made.buffer,), kernel, moved)
         return made
 
     def ops(self) -> tuple[Op, ...]:
-        """Everything noted since the last call."""
+        """Everything recorded since the last call."""
         ops = tuple([Op(n, p, a, tuple(f), k, s, d, fl, m, t, b) for n, p, a, f, k, s, d, fl, m, t, b in self.records])
         self.records = []
         return ops
 
 
 class Storage:
-    """One live allocation. The ledger learns that it is free when the last reference to it goes."""
+    """One live allocation. It tells the ledger when its last reference is gone."""
 
     __slots__ = ("buffer", "ledger")
 
@@ -80,16 +80,16 @@ class Storage:
         try:
             self.ledger.frees.append(self.buffer)
         except AttributeError:
-            return  # interrupted before __init__ was through: there is nothing to free
+            return  # interrupted before __init__ returned: nothing to free
 
     @property
     def bytes(self) -> int:
-        """What the program asked for."""
+        """Bytes that the program requested."""
         return self.buffer.bytes
 
     @property
     def kind(self) -> Kind:
-        """What it is for."""
+        """What the storage is for."""
         return self.buffer.kind
 
 
@@ -104,12 +104,12 @@ class Tensor:
     def __init__(
         self,
         tape: Tape,
-        storage: Storage | None,  # None: a parameter or buffer, there for as long as the program
+        storage: Storage | None,  # None: a parameter or buffer that lives as long as the program
         shape: Shape,
         strides: Shape,
         dtype: str,
-        edge: Edge | None = None,  # the node that its gradient goes to, and that node's output; None: needs none
-        is_view: bool = False,  # shares its storage with a tensor that it keeps alive
+        edge: Edge | None = None,  # the node that its gradient goes to, and which of its outputs; None: needs none
+        is_view: bool = False,  # shares the storage of a tensor that it keeps alive
     ) -> None:
         self.tape = tape
         self.storage = storage
@@ -125,7 +125,7 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
-        """What its elements take, without gaps."""
+        """Bytes of its elements, without gaps."""
         return numel(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
@@ -137,9 +137,9 @@ class Tensor:
         return is_contiguous(self.shape, self.strides)
 
     def detach(self) -> Tensor:
-        """The same memory, without history."""
+        """The same memory, without autograd history."""
         return Tensor(self.tape, self.storage, self.shape, self.strides, self.dtype, None, self.is_view)
 
-    def seen(self, shape: Shape, strides: Shape) -> Tensor:
-        """Another view on the same memory, without history."""
+    def as_strided(self, shape: Shape, strides: Shape) -> Tensor:
+        """Another view of the same memory, without autograd history."""
         return Tensor(self.tape, self.storage, shape, strides, self.dtype, None, True)

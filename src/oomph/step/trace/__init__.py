@@ -1,1 +1,1 @@
-"""Op lists of any model, from PyTorch itself on fake tensors: the oracle, and the way for models nobody described."""
+"""Op lists of any model, from PyTorch itself on fake tensors: the oracle, and the path for undescribed models."""

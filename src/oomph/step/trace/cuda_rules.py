@@ -1,9 +1,9 @@
-"""CUDA's rules on a build without CUDA: which operators autocast takes to float32, and which kernels run.
+"""CUDA's rules on a build without CUDA: which operators autocast runs in float32, and which kernels run.
 
 PyTorch keeps autocast's lists per device. On the CPU, layer_norm, softmax and losses have other rules than on a GPU,
-and attention is another operator. While `following` is active the CPU obeys the rules it is given:
-`ATen/autocast_mode.h` of torch 2.13 is the source of the lists. The eager and the compiled trace share them; each
-brings its own operators for what CUDA's kernels do.
+and attention is a different operator. While `following` is active the CPU follows the given rules; the lists are
+those of `ATen/autocast_mode.h` in torch 2.13. The eager and the compiled trace share them; each
+brings its own operators for CUDA's kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOAT32 = (
     "huber_loss", "mse_loss", "binary_cross_entropy_with_logits", "logsumexp", "pow.Tensor_Scalar", "pow.Tensor_Tensor",
 )  # fmt: skip
 _FLOAT32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")
-_COMPOSED = ("cross_entropy_loss",)  # the CPU casts its input whole; a GPU lets autocast see what it is composed of
+_COMPOSED = ("cross_entropy_loss",)  # the CPU casts its whole input; on a GPU autocast applies to its parts
 
 
 def _overload(name: str) -> Any:
@@ -46,7 +46,7 @@ def _to_float(value: Any) -> Any:
 
 
 def _casts(overload: Any) -> Callable[..., Any]:
-    """The operator with its half arguments cast to float32."""
+    """The operator with its half-precision arguments cast to float32."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
@@ -56,7 +56,7 @@ def _casts(overload: Any) -> Callable[..., Any]:
 
 
 def _asks_float(overload: Any) -> Callable[..., Any]:
-    """The operator asked for a float32 result, which CUDA's softmaxes compute from float16 without a copy."""
+    """The operator with a float32 result, which CUDA's softmaxes compute from float16 without a copy."""
     position = [argument.name for argument in overload._schema.arguments].index("dtype")
     straight = {"softmax": torch.ops.aten._softmax.default, "log_softmax": torch.ops.aten._log_softmax.default}
     kernel = straight.get(overload._opname)
@@ -83,10 +83,10 @@ def _composed(overload: Any) -> Callable[..., Any]:
 def chosen_kernel(
     asked: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: bool, causal: bool
 ) -> str:
-    """What CUDA runs where `asked` is wanted, by `sdp_utils.cpp` of torch 2.13: flash, efficient or math.
+    """The kernel CUDA runs if `asked` is enabled, by `sdp_utils.cpp` of torch 2.13: flash, efficient or math.
 
-    Flash takes halves without a mask, and grouped queries as they are. The memory-efficient kernel takes any mask, but
-    grouped queries only from torch 2.14 on: until then they are composed of plain products in float32.
+    Flash takes half precision without a mask, and grouped queries directly. The memory-efficient kernel takes any mask,
+    but grouped queries only since torch 2.14: before, they are composed of plain products in float32.
     """
     if asked == "math" or query.dim() != 4:
         return "math"
@@ -102,7 +102,7 @@ def chosen_kernel(
 def attention(
     asked: str, composing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 ) -> Callable[..., torch.Tensor]:
-    """scaled_dot_product_attention as it runs on CUDA: `attention.cpp` of torch 2.13, on CUDA's own operators.
+    """scaled_dot_product_attention as it runs on CUDA: `attention.cpp` of torch 2.13, with CUDA's own operators.
 
     While attention is composed of plain products, `composing()` is active.
     """
@@ -143,7 +143,7 @@ def attention(
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask as numbers to add to the scores."""
+    """A mask as an additive bias."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     hidden = torch.scalar_tensor(-math.inf, dtype=dtype)
@@ -151,12 +151,12 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """The flash kernel takes heads of a multiple of 8."""
+    """Heads padded to a multiple of 8, as the flash kernel requires."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """The memory-efficient kernel takes masks whose rows begin at a multiple of 8 numbers."""
+    """A mask whose rows begin at a multiple of 8 elements, as the memory-efficient kernel requires."""
     if all(stride % 8 == 0 for stride in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]
@@ -164,14 +164,14 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def composed(name: str, *args: Any, **kwargs: Any) -> Any:
-    """An operator as PyTorch composes it of others."""
+    """The result of an operator as PyTorch composes it of others."""
     return _overload(name)._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
-    """rms_norm as a compiled graph has it on CUDA: `_fused_rms_norm` and its own backward, each decomposed.
+    """rms_norm in a compiled graph on CUDA: `_fused_rms_norm` and its own backward, each decomposed.
 
-    The CPU composes it of operators that are differentiated one by one; so does CUDA for a weight of another dtype.
+    The CPU composes it of operators that are differentiated one by one; so does CUDA if the weight's dtype differs.
     """
     if weight is not None and weight.dtype is not x.dtype:
         return composed("rms_norm", x, shape, weight, eps)
@@ -179,13 +179,13 @@ def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, ep
 
 
 def layer_norm(x: torch.Tensor, shape: Any, *affine: Any) -> tuple[torch.Tensor, ...]:
-    """The decomposition of native_layer_norm on CUDA: mean and deviation stay float32, which the CPU casts like x."""
+    """CUDA's decomposition of native_layer_norm: mean and deviation stay float32, which the CPU casts to x's dtype."""
     out, mean, rstd = torch._refs.native_layer_norm(x.float(), shape, *affine)
     return out.to(x.dtype), mean, rstd
 
 
 class _CompiledRmsNorm(torch.autograd.Function):
-    """What derivatives.yaml says of `_fused_rms_norm`."""
+    """`_fused_rms_norm` and its backward by derivatives.yaml."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> torch.Tensor:
@@ -205,7 +205,7 @@ class _CompiledRmsNorm(torch.autograd.Function):
 
 @contextlib.contextmanager
 def following(*, casts: bool, kernels: Mapping[str, Callable[..., Any]], keys: Sequence[str]) -> Iterator[None]:
-    """CUDA's autocast rules, if `casts`, and these operators under the dispatch `keys`: global until it ends."""
+    """CUDA's autocast rules, if `casts`, and these operators under the dispatch `keys`: process-wide while active."""
     rules: list[tuple[str, str, Callable[..., Any]]] = [(key, *each) for key in keys for each in kernels.items()]
     if casts:
         for names, make in ((_FLOAT32, _casts), (_FLOAT32_RESULT, _asks_float), (_COMPOSED, _composed)):
@@ -215,7 +215,7 @@ def following(*, casts: bool, kernels: Mapping[str, Callable[..., Any]], keys: S
     changed = [_overload(name) for _, name, _ in rules]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is overridden is the purpose
+            warnings.simplefilter("ignore")  # overriding kernels is the purpose
             for key, name, rule in rules:
                 libraries[key].impl(name, rule)
         _forget_dispatch(changed)
@@ -227,6 +227,6 @@ def following(*, casts: bool, kernels: Mapping[str, Callable[..., Any]], keys: S
 
 
 def _forget_dispatch(overloads: Sequence[Any]) -> None:
-    """The Python dispatcher remembers which kernel a key leads to, and does not notice that one came or went."""
+    """Clear the Python dispatcher's cache of which kernel a key leads to: it does not notice changes."""
     for overload in overloads:
         overload._dispatch_cache.clear()

@@ -1,4 +1,4 @@
-"""Why a model of the user's own cannot be traced: which line of it, what it does there, and what to do instead."""
+"""Why a user's own model cannot be traced: the line, what it does, and what to do instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oomph.errors import Problem
 
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _STANDARD = sysconfig.get_paths()["stdlib"]
-_LINE = 80  # characters of it that are quoted
+_LINE = 80  # characters of the line to quote
 _READS = "reads a tensor's value, and a trace has shapes alone, no values"
 _READS_NOT = "keep .item(), .tolist(), float() and conditions on tensors out of forward; torch.where chooses by value"
 _SIZED = "makes a tensor whose size depends on values, and a trace has none"
@@ -24,7 +24,7 @@ _SIZED_NOT = "a tensor of fixed size: torch.where or a mask instead of indexing 
 
 
 def failure(spec: str, doing: str, error: BaseException) -> Problem:
-    """An exception out of the user's code, as a problem of theirs: `doing` says what was being done."""
+    """An exception from the user's code as a problem report; `doing` says what was being done."""
     place = _place(error)
     where = f"{spec}, {place}" if place else spec
     if isinstance(error, DynamicOutputShapeException):
@@ -35,13 +35,13 @@ def failure(spec: str, doing: str, error: BaseException) -> Problem:
 
 
 def _named(func: object) -> str:
-    """aten._local_scalar_dense is what .item() and a condition come to; other operators go by their own name."""
+    """An operator's name; aten._local_scalar_dense is shown as .item() or a condition."""
     name = str(func).removeprefix("aten.").partition(".")[0]
     return ".item(), or a condition on a tensor" if name == "_local_scalar_dense" else name
 
 
 def _place(error: BaseException) -> str | None:
-    """The innermost line that is not PyTorch's, Python's or ours; None where none of the user's is on the way."""
+    """The innermost line that is not PyTorch's, Python's or ours; None if the traceback has none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = frame.filename
         standard = file.startswith(_STANDARD) and "site-packages" not in file
@@ -51,7 +51,7 @@ def _place(error: BaseException) -> str | None:
 
 
 def unplannable(spec: str, model: nn.Module) -> list[Problem]:
-    """What in a model the optimizers planned here cannot train."""
+    """The parts of a model that the planned optimizers cannot train."""
     return [
         Problem(
             f"{spec}, module {name or 'itself'}",

@@ -1,4 +1,4 @@
-"""Models on fake tensors: built or copied there without their memory."""
+"""Models on fake tensors: built or copied without memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ModelOrFactory = nn.Module | Callable[[], nn.Module]
 
 
 def on_fakes(model: ModelOrFactory, mode: FakeTensorMode) -> nn.Module:
-    """The model on fake tensors: built there, or copied there without its memory. Call it inside `mode`."""
+    """The model on fake tensors: built on them, or copied without its memory. Call it inside `mode`."""
     if not isinstance(model, nn.Module):
         with building():
             return model()
@@ -34,11 +34,11 @@ def on_fakes(model: ModelOrFactory, mode: FakeTensorMode) -> nn.Module:
 
 
 def facts(model: nn.Module, **more: Any) -> TemplateFacts:
-    """What of a model does not depend on its batch."""
+    """The facts about a model that do not depend on its batch."""
     found = list(model.named_parameters())
     parameters = {name: Parameter(name, tuple(p.shape), p.dim() >= 2) for name, p in found}
     trained = [(name, p) for name, p in found if p.requires_grad]
-    weight_bytes = max((p.element_size() for _, p in trained), default=4)  # they may have been built in half precision
+    weight_bytes = max((p.element_size() for _, p in trained), default=4)  # it may have been built in half precision
     state = {name: t.nbytes for name, t in (*found, *model.named_buffers())}
     return TemplateFacts(
         tuple(parameters.values()), tuple(parameters[n] for n, _ in trained), tuple(state.items()), weight_bytes, **more
@@ -46,14 +46,14 @@ def facts(model: nn.Module, **more: Any) -> TemplateFacts:
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every floating parameter and buffer in another precision, shared parameters still shared."""
+    """Convert every floating-point parameter and buffer to another dtype, keeping shared parameters shared."""
     with converting():
         model.to(dtype)
 
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """While active, models are built on fake tensors: they can be converted, and initialising them does nothing."""
+    """While active, models are built on fake tensors: they can be converted, and initialization does nothing."""
 
     def leave(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return tensor
@@ -62,14 +62,14 @@ def building() -> Iterator[None]:
         stack.enter_context(converting())
         for name in (
             name for name in vars(nn.init) if name.startswith("_no_grad_")
-        ):  # nn.init's functions end in these
+        ):  # nn.init's functions end up in these
             stack.enter_context(mock.patch.object(nn.init, name, leave))
         yield
 
 
 @contextlib.contextmanager
 def drawing_ones() -> Iterator[None]:
-    """While active, a scalar draw is 1.0: `if torch.rand([]) < layerdrop` skips no layer, and reads no value."""
+    """While active, a scalar random draw is 1.0: `if torch.rand([]) < layerdrop` skips no layer, and reads no value."""
     draw: Any = torch.rand
 
     def rand(*size: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def drawing_ones() -> Iterator[None]:
 
 @contextlib.contextmanager
 def grouping_floats() -> Iterator[None]:
-    """While active, fake experts may be float32: the real operator takes them, its rule for fakes bfloat16 alone."""
+    """While active, fake experts may be float32: the real operator allows it, its fake rule only bfloat16."""
     common: Any = registrations._meta_grouped_mm_common
 
     def grouped(left: torch.Tensor, right: torch.Tensor, **more: Any) -> Any:
@@ -98,16 +98,16 @@ def grouping_floats() -> Iterator[None]:
 def converting() -> Iterator[None]:
     """While active, modules on fake tensors can be converted: `.bfloat16()`, `.to(dtype)`, `.double()`.
 
-    PyTorch would swap each parameter for its converted one, and refuses to where something refers to it, as to fake
-    tensors something does. Here a module is given a new parameter, the same one wherever the old one was. Devices are
-    left alone: `.cuda()` and `.to("cuda")` do nothing, since where a model is planned to run is said elsewhere.
+    PyTorch would swap each parameter for its converted one, and refuses if something refers to it, as is the case for
+    fake tensors. Here a module gets a new parameter, the same one wherever the old one was. Devices are
+    left alone: `.cuda()` and `.to("cuda")` do nothing, since the planned device is set elsewhere.
     """
     made: dict[tuple[Any, nn.Parameter], nn.Parameter] = {}
 
     def apply(module: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         if recurse:
             for child in module.children():
-                child._apply(fn)  # a module may have one of its own, as recurrent ones do
+                child._apply(fn)  # a module may override it, as recurrent ones do
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if (fn, parameter) not in made:

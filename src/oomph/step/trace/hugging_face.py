@@ -1,8 +1,8 @@
-"""Hugging Face models: built from a config, and on fake tensors taking the decisions a real run takes.
+"""Hugging Face models: built from a config, and making the same decisions on fake tensors as in a real run.
 
-transformers asks whether it is being traced, and on fake tensors it is. An eager run is not, and skips the causal mask
-where attention can do without one; a compiled run is, and keeps it. Both questions are answered here as the real run
-would answer them. Works with transformers 4.50 to 5.x: what a version does not ask needs no answer.
+transformers checks whether it is being traced, and on fake tensors it is. An eager run is not, and skips the causal
+mask where attention needs none; a compiled run is, and keeps it. Both checks are patched here to answer as in the
+real run. Works with transformers 4.50 to 5.x: a check that a version lacks needs no patch.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import contextlib
 import functools
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from oomph.config.hugging_face import written
+from oomph.config.reading.hugging_face import written
 from oomph.config.schema import TrainConfig
 from oomph.errors import InputError, Problem
 
 
 def causal_model_builder(source: Path | TrainConfig, checkpointed: bool) -> Callable[[], nn.Module]:
-    """What builds the model of a config.json, or of a config of ours, with random weights and never with remote code.
+    """A function that builds the model of a config.json, or of our config, with random weights and without remote code.
 
-    Raises `InputError` where transformers is missing, or cannot read the config; so does the builder, where it cannot
+    Raises `InputError` if transformers is missing or cannot read the config; the function does if it cannot
     build the model.
     """
     where = str(source) if isinstance(source, Path) else f"model_type = {source.model_type!r}"
@@ -48,11 +49,12 @@ def causal_model_builder(source: Path | TrainConfig, checkpointed: bool) -> Call
 
     def build() -> nn.Module:
         try:
-            auto: Any = AutoModelForCausalLM  # whose types differ between releases
+            auto: Any = AutoModelForCausalLM  # its types differ between releases
             model = auto.from_config(config)
             if checkpointed:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-        except RuntimeError:  # memory may have run out
+                with warnings.catch_warnings(action="ignore", category=FutureWarning):  # renamed in 5.23
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+        except RuntimeError:  # possibly out of memory
             raise
         except Exception as error:
             raise InputError(_refused(where, "build", error)) from error
@@ -68,28 +70,48 @@ def _refused(where: str, doing: str, error: Exception) -> Problem:
     )
 
 
+class CachingOutputs(NamedTuple):
+    """What a transformers model returns in training if it also returns its key-value cache."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor
+    cache: tuple[torch.Tensor, ...]  # keys and values, for generation to continue from
+
+
 class CausalWithLoss(nn.Module):
-    """A transformers model called as nanoGPT's is: ids and targets in, logits and loss out."""
+    """A transformers model with nanoGPT's interface: ids and targets in, logits and loss out."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, use_cache: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.use_cache = model, use_cache
 
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        result = self.model(input_ids=ids, labels=targets, use_cache=False)
-        return result.logits, result.loss
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> CachingOutputs | tuple[torch.Tensor, torch.Tensor]:
+        result = self.model(input_ids=ids, labels=targets, use_cache=self.use_cache)
+        if not self.use_cache:
+            return result.logits, result.loss
+        return CachingOutputs(result.logits, result.loss, tuple(_tensors(getattr(result, "past_key_values", None))))
+
+
+def _tensors(cache: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a cache of transformers 4 or 5."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:  # before 4.54: two lists, or a tuple per block
+        pairs = zip(cache.key_cache, cache.value_cache, strict=True) if hasattr(cache, "key_cache") else cache or ()
+    else:
+        pairs = ((layer.keys, layer.values) for layer in layers)
+    yield from (tensor for pair in pairs for tensor in pair if isinstance(tensor, torch.Tensor) and tensor.numel())
 
 
 @contextlib.contextmanager
 def deciding_as_eager() -> Iterator[None]:
-    """While active, transformers takes fake tensors for real ones."""
+    """While active, transformers treats fake tensors as real ones."""
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     masks: Any = sys.modules.get("transformers.masking_utils")
     models: Any = sys.modules.get("transformers.modeling_utils")
     with contextlib.ExitStack() as stack:
-        if hasattr(utils, "is_fake_tensor"):  # is_tracing() asks it
+        if hasattr(utils, "is_fake_tensor"):  # is_tracing() calls it
             stack.enter_context(mock.patch.object(utils, "is_fake_tensor", lambda _: False))
-        # A batch has one sequence a row and no padding: both functions read values to find the opposite.
+        # A batch has one sequence per row and no padding: both functions read values to check for the opposite.
         for owner, name in (
             (masks, "find_packed_sequence_indices"),
             (getattr(models, "PreTrainedModel", None), "warn_if_padding_and_no_attention_mask"),
@@ -100,7 +122,7 @@ def deciding_as_eager() -> Iterator[None]:
 
 
 def _none_where_it_reads(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which finds nothing where it reads a value."""
+    """The function, returning None where it would read a tensor's value."""
 
     @functools.wraps(function)
     def find(*args: Any) -> Any:
@@ -114,9 +136,9 @@ def _none_where_it_reads(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def deciding_as_compiled() -> Iterator[None]:
-    """While active, torch.compiler.is_compiling() says what it says under torch.compile, to transformers as to all.
+    """While active, torch.compiler.is_compiling() is True, as it is under torch.compile.
 
-    Experts in float32 would be computed in a loop that reads how many tokens each has, and that runs outside the
+    float32 experts would run in a loop that reads each one's number of tokens, outside the
     compiled graph. Here they are one operator, which allocates as much.
     """
     experts: Any = sys.modules.get("transformers.integrations.moe")

@@ -1,9 +1,9 @@
-"""A loop over tokens, as Mamba's without its kernels, from a trace of a few steps: one step stands for many.
+"""A loop over tokens, as in Mamba without its kernels, from a trace of a few iterations: one stands for many.
 
-Such a model's list grows with the tokens: a group of operations is there once for each. Of the group's turns the first
-two and the last two are kept, and of those between one, which runs as often as there are such turns. What these
-allocate and let go in turn is one buffer; what they all keep is one as large as all of it. A list made so has as many
-operations at any length, and its numbers are polynomials in the tokens like everyone's.
+Such a model's list grows with the tokens: a group of operations repeats for each. Of the iterations the first two
+and the last two are kept, and of those in between one, with their number as its `times`. What these
+allocate and free each time is one buffer; what they all keep is one buffer as large as all of it. Such a list has the
+same operations at any length, and its numbers are polynomials in the tokens like any other's.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import msgspec
 from oomph.step.ops import Buffer, Op
 from oomph.step.trace.template import Lists
 
-KEPT = 2  # turns at each end of a loop
-LONGEST = 400  # operations of one turn
-_SLACK = 4  # turns at both ends that may be unlike the others
+KEPT = 2  # iterations kept at each end of a loop
+LONGEST = 400  # operations of one iteration
+_SLACK = 4  # iterations at both ends that may differ from the others
 
 
 class _Turns(NamedTuple):
-    """Operations that are there again and again: where the first begins, how many there are, how often they run."""
+    """A loop: the index of its first operation, the operations per iteration, the number of iterations."""
 
     start: int
     size: int
     often: int
 
 
-class _Place(NamedTuple):
-    """Where an operation is in the rolled list; in which turn of which loop, where that stands for many."""
+class _Position(NamedTuple):
+    """An operation's index in the rolled list; its loop and iteration, if that stands for many."""
 
     at: int
     turns: _Turns | None = None
@@ -38,7 +38,7 @@ class _Place(NamedTuple):
 
 
 def rolled(lists: Lists, tokens: int) -> Lists:
-    """The lists of a trace at so many tokens, with one turn in place of many in each loop over them."""
+    """The lists of a trace at `tokens` tokens, with one iteration in place of many in each loop over them."""
     names = [name for name in lists.sections if lists.sections[name]]
     ops = [op for name in names for op in lists.sections[name]]
     places = _places(ops, _loops(ops, tokens))
@@ -53,7 +53,7 @@ def rolled(lists: Lists, tokens: int) -> Lists:
 
 
 def _loops(ops: Sequence[Op], tokens: int) -> list[_Turns]:
-    """Groups of operations that are there about once for each token, one after another."""
+    """Groups of operations that repeat about once per token."""
     numbers: dict[Hashable, int] = {}
     kinds = [numbers.setdefault(_kind(op), len(numbers)) for op in ops]
     found: list[_Turns] = []
@@ -72,7 +72,7 @@ def _kind(op: Op) -> Hashable:
 
 
 def _turns(kinds: Sequence[int], start: int, least: int) -> _Turns | None:
-    """The shortest group that begins here and is there so often at the least."""
+    """The shortest group that begins here and repeats at least `least` times; None if there is none."""
     for size in range(1, min(LONGEST, (len(kinds) - start) // least) + 1):
         if kinds[start] != kinds[start + size]:
             continue
@@ -85,24 +85,24 @@ def _turns(kinds: Sequence[int], start: int, least: int) -> _Turns | None:
     return None
 
 
-def _places(ops: Sequence[Op], loops: Sequence[_Turns]) -> list[_Place]:
-    """Where each operation is in the list with one turn for many."""
-    places: list[_Place] = []
+def _places(ops: Sequence[Op], loops: Sequence[_Turns]) -> list[_Position]:
+    """Each operation's position in the list with one iteration for many."""
+    places: list[_Position] = []
     left_out = 0
     for turns in loops:
-        places += [_Place(at - left_out) for at in range(len(places), turns.start)]
+        places += [_Position(at - left_out) for at in range(len(places), turns.start)]
         for turn in range(turns.often):
             many = KEPT <= turn < turns.often - KEPT
             at = turns.start + min(turn, KEPT) * turns.size - left_out
             if turn >= turns.often - KEPT:
                 at += (turn + 1 - turns.often + KEPT) * turns.size
-            places += [_Place(at + offset, turns if many else None, turn) for offset in range(turns.size)]
+            places += [_Position(at + offset, turns if many else None, turn) for offset in range(turns.size)]
         left_out += max(0, turns.often - 2 * KEPT - 1) * turns.size
-    return [*places, *(_Place(at - left_out) for at in range(len(places), len(ops)))]
+    return [*places, *(_Position(at - left_out) for at in range(len(places), len(ops)))]
 
 
-def _merged(ops: Sequence[Op], places: Sequence[_Place], kept: set[Buffer]) -> dict[Buffer, Buffer | None]:
-    """For each buffer of the turns that one stands for: what stands for it, or None where another one does."""
+def _merged(ops: Sequence[Op], places: Sequence[_Position], kept: set[Buffer]) -> dict[Buffer, Buffer | None]:
+    """For each buffer of the merged iterations: its replacement, or None if it has none of its own."""
     freed = {buffer: place for op, place in zip(ops, places, strict=True) for buffer in op.frees}
     groups: dict[tuple[Any, ...], list[Buffer]] = {}
     turning: set[tuple[Any, ...]] = set()
@@ -122,14 +122,14 @@ def _merged(ops: Sequence[Op], places: Sequence[_Place], kept: set[Buffer]) -> d
         if key not in turning:
             total = sum(buffer.bytes for buffer in buffers)
             one: Buffer | None = Buffer(first.name, total, first.kind, first.block)
-        else:  # one that lives on into the next turn is there already, from the turn before these
+        else:  # one that lives on into the next iteration exists already, from the iteration before these
             one = first if gone is not None and gone >= made else None
         new |= dict.fromkeys(buffers, one)
     return new
 
 
-def _written(ops: Sequence[Op], places: Sequence[_Place], new: dict[Buffer, Buffer | None]) -> tuple[Op, ...]:
-    """The operations of a section, each place once."""
+def _written(ops: Sequence[Op], places: Sequence[_Position], new: dict[Buffer, Buffer | None]) -> tuple[Op, ...]:
+    """A section's operations, one for each position."""
     found: dict[int, tuple[Op, int, dict[Buffer, None], dict[Buffer, None]]] = {}
     for op, place in zip(ops, places, strict=True):
         times = place.turns.often - 2 * KEPT if place.turns is not None else 1

@@ -1,4 +1,4 @@
-"""Which of the tensors that a model returns is its loss: one rule for the eager and the compiled trace."""
+"""Which of a model's outputs is its loss: one rule for the eager and the compiled trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ALLOWED = "a scalar that depends on its parameters: alone, last in a tuple, or 
 
 
 def find_loss(result: Any) -> torch.Tensor:
-    """The loss in what a model returns: what is named `loss`, the last scalar of a tuple, or the mean of a tensor."""
+    """The loss in a model's result: the entry named `loss`, the last scalar of a tuple, or the mean of a tensor."""
     if isinstance(result, torch.Tensor):
         found: Any = result if result.dim() == 0 else result.float().mean()
     else:

@@ -1,19 +1,20 @@
 """A traced model as a template: its op lists without sizes, the sizes at a few batches, and one block for many.
 
 Every size in a step is a polynomial in the batch size B and the tokens T: linear in B, quadratic in T. So the lists are
-traced at T = 128, 256 and 384 and interpolated exactly, with whole numbers, and at one B so large that it parts each
-number by itself: the quotient is what a sequence adds, the remainder what there is without any. Blocks that repeat are
-traced as a few and repeated by `depth`. What this does not hold for has a template of its own: B = 1, where PyTorch
-takes other paths, and T that is no multiple of 128, to which kernels round. A template needs no torch.
+traced at T = 128, 256 and 384 and interpolated exactly, in integers, and at one B so large that division splits each
+number: the quotient is the part per sequence, the remainder the constant part. Repeating blocks are
+traced as a few and repeated by `depth`. Exceptions have templates of their own: B = 1, where PyTorch
+takes other paths, and T that is not a multiple of 128, to which kernels round. Compiled, each batch has its own,
+except in a search, which scales inductor's plan for a prime number of sequences to any other: approximately
+its plan for those. A template needs no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from math import gcd, lcm, prod
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,22 +27,26 @@ from oomph.step.ops import Buffer, Kernel, Kind, Op, Phase, Section, Step, copie
 from oomph.step.optimizer import Optimizer
 from oomph.step.parameters import Parameter
 
-TILE = 128  # tokens: the coarsest that a kernel rounds to
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+TILE = 128  # tokens: the largest multiple that a kernel rounds to
 LENGTHS = (TILE, 2 * TILE, 3 * TILE)  # tokens at which the sizes are traced
-SHORT = (16, 17, 18)  # where the model has a loop over them
-MANY = 1 << 34  # sequences: more than the bytes of a weight, and with the bytes of a sequence still an int64
+SHORT = (16, 17, 18)  # tokens, for a model that loops over them
+PRIME = 37  # sequences, compiled: other sizes are unlikely to be a multiple of it
+MANY = 1 << 34  # sequences: more than the bytes of a weight, and times the bytes of a sequence still an int64
 
 
 class TemplateFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What of a model does not depend on the batch."""
+    """The facts about a model that do not depend on the batch."""
 
     parameters: tuple[Parameter, ...]
-    trained: tuple[Parameter, ...]  # of the parameters, those that get a gradient
+    trained: tuple[Parameter, ...]  # the parameters that get a gradient
     state: tuple[tuple[str, int], ...]  # parameters and buffers: name and bytes
-    weight_bytes: int  # of one number that is trained
-    makes_no_loss: bool = False  # it returns one tensor, whose mean stands for a loss
-    own_inputs: tuple[tuple[int, ...], ...] = ()  # shapes, where the function brought its inputs
-    recurrent: tuple[str, ...] = ()  # kinds of recurrent layers whose steps a card does not take as a trace has them
+    weight_bytes: int  # of one trained element
+    makes_no_loss: bool = False  # it returns one tensor, whose mean is used as the loss
+    own_inputs: tuple[tuple[int, ...], ...] = ()  # shapes, if the function supplied its inputs
+    recurrent: tuple[str, ...] = ()  # kinds of recurrent layers, whose steps run differently on a GPU than in a trace
 
 
 class Lists(msgspec.Struct, frozen=True, eq=False):
@@ -50,6 +55,7 @@ class Lists(msgspec.Struct, frozen=True, eq=False):
     sections: dict[str, tuple[Op, ...]]
     roles: dict[str, tuple[Buffer, ...]]
     grads: dict[str, Buffer]
+    cache: dict[str, Buffer] = {}  # keys and values that an eager program's variables hold after it
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
@@ -59,19 +65,20 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     sections: dict[str, tuple[tuple[Any, ...], ...]]  # name, phase, allocates, frees, kernel, dtype, dims, block
     roles: dict[str, tuple[int, ...]]
     grads: dict[str, int]
+    cache: dict[str, int]
 
     def alike(self, other: Form) -> bool:
-        """Whether the lists are the same but for the kinds of buffers: those are told by sizes, which may mislead."""
+        """Whether the lists are equal except for the kinds of buffers: these are guessed from sizes and may mislead."""
         names = [[(name, block) for name, _, block in form.buffers] for form in (self, other)]
-        return names[0] == names[1] and (self.sections, self.roles, self.grads) == (
-            other.sections, other.roles, other.grads,
+        return names[0] == names[1] and (self.sections, self.roles, self.grads, self.cache) == (
+            other.sections, other.roles, other.grads, other.cache,
         )  # fmt: skip
 
 
 def taken_apart(lists: Lists) -> tuple[Form, list[int]]:
     """The form of the lists, and their numbers: bytes of buffers; FLOPs, bytes moved, times and shape of operations."""
     numbered: dict[Buffer, int] = {}
-    for buffer in (*(b for held in lists.roles.values() for b in held), *lists.grads.values()):
+    for buffer in (*(b for held in lists.roles.values() for b in held), *lists.grads.values(), *lists.cache.values()):
         numbered.setdefault(buffer, len(numbered))
     sections: dict[str, tuple[tuple[Any, ...], ...]] = {}
     numbers: list[int] = []
@@ -85,12 +92,12 @@ def taken_apart(lists: Lists) -> tuple[Form, list[int]]:
         sections[name] = tuple(forms)
     buffers = tuple([(b.name, b.kind, b.block) for b in numbered])
     roles = {role: tuple([numbered[b] for b in held]) for role, held in lists.roles.items()}
-    grads = {name: numbered[b] for name, b in lists.grads.items()}
-    return Form(buffers, sections, roles, grads), [*(b.bytes for b in numbered), *numbers]
+    named = [{name: numbered[b] for name, b in found.items()} for found in (lists.grads, lists.cache)]
+    return Form(buffers, sections, roles, *named), [*(b.bytes for b in numbered), *numbers]
 
 
 def put_together(form: Form, numbers: Sequence[int]) -> Lists:
-    """The lists of that form with those numbers."""
+    """The lists with that form and those numbers."""
     rest = iter(numbers)
     buffers = [Buffer(name, next(rest), Kind(kind), block) for name, kind, block in form.buffers]
     sections: dict[str, tuple[Op, ...]] = {}
@@ -104,19 +111,20 @@ def put_together(form: Form, numbers: Sequence[int]) -> Lists:
             ops.append(Op(name, Phase(phase), allocates, frees, *work))
         sections[section] = tuple(ops)
     roles = {role: tuple([buffers[i] for i in held]) for role, held in form.roles.items()}
-    return Lists(sections, roles, {name: buffers[i] for name, i in form.grads.items()})
+    named = [{name: buffers[i] for name, i in found.items()} for found in (form.grads, form.cache)]
+    return Lists(sections, roles, *named)
 
 
-# --- blocks that repeat ---------------------------------------------------------------------------
+# --- repeating blocks -----------------------------------------------------------------------------
 
 
 def marked(lists: Lists, gap: Gap) -> Lists:
-    """The lists with every operation of the blocks around a gap marked as one of its block's.
+    """The lists with every operation of the blocks around a gap labelled with its block.
 
-    A block is what lies between two first operations of a block, wherever its last one runs. Raises
-    `UnlikeBlocksError` where the blocks do not follow one another alike.
+    A block reaches from its first operation to the next block's first, wherever its last one runs. Raises
+    `UnlikeBlocksError` if the blocks do not follow one another with equal operations.
     """
-    blocks: dict[int, int | None] = {}  # by operation
+    blocks: dict[int, int | None] = {}  # by id of the operation
     labels: dict[Buffer, int] = {}
     for ops in (lists.sections[name] for name in _repeated(lists)):
         for part in (
@@ -132,7 +140,8 @@ def marked(lists: Lists, gap: Gap) -> Lists:
             msgspec.structs.replace(op, block=blocks.get(id(old))) for old, op in zip(ops, found, strict=True)
         )
     roles = {role: tuple([new.get(b, b) for b in held]) for role, held in lists.roles.items()}
-    return Lists(sections, roles, {name: new.get(b, b) for name, b in lists.grads.items()})
+    named = [{name: new.get(b, b) for name, b in found.items()} for found in (lists.grads, lists.cache)]
+    return Lists(sections, roles, *named)
 
 
 def _mark(ops: Sequence[Op], gap: Gap, blocks: dict[int, int | None], labels: dict[Buffer, int]) -> None:
@@ -169,21 +178,21 @@ def _likeness(op: Op) -> tuple[Any, ...]:
 
 
 def grown(lists: Lists, gap: Gap) -> Lists:
-    """The lists with the blocks of the gap filled in."""
+    """The lists with the gap's blocks filled in."""
     named = _repeated(lists)
-    sections, (grads,) = deepened([lists.sections[name] for name in named], (lists.grads,), gap)
+    sections, found = deepened([lists.sections[name] for name in named], (lists.grads, lists.cache), gap)
     filled = dict(zip(named, sections, strict=True))
     others = {name: _counted(ops, gap) for name, ops in lists.sections.items() if name not in filled}
-    return Lists(filled | others, lists.roles, grads)
+    return Lists(filled | others, lists.roles, *found)
 
 
 def _repeated(lists: Lists) -> list[str]:
-    """The sections whose blocks are alike: not a compiled evaluation's, where inductor fuses across blocks."""
+    """The sections whose blocks repeat: not a compiled evaluation, where inductor fuses across blocks."""
     return [name for name in lists.sections if name != "evaluation" or "forward" not in lists.sections]
 
 
 def _counted(ops: Sequence[Op], gap: Gap) -> tuple[Op, ...]:
-    """An evaluation that counts a block's work as often as it has such blocks: it keeps nothing of them."""
+    """An evaluation with each block's work multiplied by the number of such blocks: it keeps nothing of them."""
     times = gap.copies + 1
     inside = [gap.group_of(block_of(op.name)) == 0 for op in ops]
     return tuple(
@@ -192,10 +201,11 @@ def _counted(ops: Sequence[Op], gap: Gap) -> tuple[Op, ...]:
 
 
 def check_lives(lists: Lists, facts: TemplateFacts) -> None:
-    """Raises `UnlikeBlocksError` unless what is freed lives, and gradients are there that parameters want."""
+    """Raises `UnlikeBlocksError` unless everything freed is alive, and trained parameters' gradients are held."""
     held = {b for role, found in lists.roles.items() if role in ("batch", "before", "zeros") for b in found}
     names = [name for name in lists.sections if name != "evaluation"]
-    for sections, live in ((["evaluation"], set(lists.roles["batch"])), (names, held)):
+    evaluation = [name for name in lists.sections if name == "evaluation"]
+    for sections, live in ((evaluation, set(lists.roles["batch"])), (names, held)):
         for op in (op for name in sections for op in lists.sections[name]):
             if not live.isdisjoint(op.allocates):
                 raise UnlikeBlocksError
@@ -211,19 +221,19 @@ def check_lives(lists: Lists, facts: TemplateFacts) -> None:
 
 
 class Template(msgspec.Struct, frozen=True, array_like=True):
-    """A model's lists for every batch that it covers."""
+    """A model's lists for every batch it covers."""
 
     facts: TemplateFacts
     form: Form
-    batch: int | None  # the batch size that it covers; None for any of two or more
-    tokens: tuple[int, ...]  # lengths at which it was traced; one where it covers that alone
-    fixed: tuple[tuple[int, ...], ...]  # the form's numbers by length: what they are without a sequence,
-    each: tuple[tuple[int, ...], ...]  # and what one more adds
+    batch: int | None  # the batch size it covers; None: any of two or more
+    tokens: tuple[int, ...]  # lengths at which it was traced; if only one, it covers that alone
+    fixed: tuple[tuple[int, ...], ...]  # the form's numbers by length: the constant part
+    each: tuple[tuple[int, ...], ...]  # and the part per sequence
     gap: tuple[int, int, int, int] | None  # before, template, after, period
-    most_tokens: int  # to which the interpolation was held against a trace
+    most_tokens: int  # up to where the interpolation was checked against a trace
 
     def covers(self, batch: int, tokens: int) -> bool:
-        """Whether the template holds for such a batch."""
+        """Whether the template is valid for such a batch."""
         if batch < 2 if self.batch is None else batch != self.batch:
             return False
         if len(self.tokens) == 1:
@@ -244,56 +254,53 @@ class Template(msgspec.Struct, frozen=True, array_like=True):
         return grown(lists, Gap(*self.gap)) if self.gap else lists
 
 
-def points(batch: int, tokens: int, cuda: bool, compiled: bool) -> tuple[tuple[int, int], ...]:
-    """Where to trace a template that covers such a batch. A CPU's kernels and inductor's have other ranges of size."""
+def points(batch: int, tokens: int, cuda: bool, compiled: bool, search: bool = False) -> tuple[tuple[int, int], ...]:
+    """Where to trace a template that covers such a batch. A CPU's and inductor's kernels change with the size."""
     if compiled:
-        return ((batch, tokens),)
+        return ((PRIME if search and batch > 1 else batch, tokens),)
     lengths = LENGTHS if cuda and tokens % TILE == 0 else (tokens,)
     return tuple((MANY if batch > 1 else 1, length) for length in lengths)
 
 
-def parted(batch: int, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A form's numbers at a batch size: without a sequence, and what one adds, where the batch is so large to tell."""
-    if batch != MANY:
-        return tuple(numbers), (0,) * len(numbers)
-    return tuple([number % MANY for number in numbers]), tuple([number // MANY for number in numbers])
+def parted(number: int, batch: int) -> tuple[int, int]:
+    """A number traced at batch size `MANY` or `PRIME`, split: the constant part, and the part per sequence."""
+    if batch == PRIME:
+        return (number, 0) if number % PRIME else (0, number // PRIME)
+    return number % MANY, number // MANY
 
 
 def _weight(lengths: Sequence[int], own: int, tokens: int) -> Fraction:
-    """Lagrange's."""
+    """The weight of one length in Lagrange's interpolation."""
+    from fractions import Fraction  # needed only for a traced model
+
     return prod((Fraction(tokens - other, own - other) for other in lengths if other != own), start=Fraction(1))
 
 
-def steps(
-    facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, workspace_bytes: Sequence[int]
-) -> tuple[Step, Step]:
-    """The first and a later optimizer step, each with one evaluation."""
+def step(facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, first: bool) -> Step:
+    """The first optimizer step or a later one, with one evaluation if the lists have it."""
     make = _compiled_step if "forward" in lists.sections else _eager_step
-    first, later = (make(facts, lists, config, cuda, first, workspace_bytes) for first in (True, False))
-    return first, later
+    return make(facts, lists, config, cuda, first)
 
 
 def _state(facts: TemplateFacts) -> list[Buffer]:
     return [Buffer(name, size, Kind.PARAMETERS, block_of(name)) for name, size in facts.state if size]
 
 
-def _eager_step(
-    facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, first: bool, workspace_bytes: Sequence[int]
-) -> Step:
+def _eager_step(facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, first: bool) -> Step:
     optimizer = Optimizer(config, cuda, facts.trained, facts.weight_bytes)
     grads = {p.name: lists.grads[p.name] for p in facts.trained if p.name in lists.grads}
     roles = lists.roles
-    pattern = loop.MicroStep(lists.sections["micro-step"], roles["before"], roles["after"], grads, len(roles["batch"]))
+    held = roles["before"], roles["after"]
+    found = loop.MicroStep(lists.sections["micro-step"], *held, grads, len(roles["batch"]), lists.cache)
     count = max(1, config.gradient_accumulation_steps // config.world_size)
-    resident, training = loop.training(optimizer, pattern, count, first)
-    evaluating = _evaluations(lists, 2 * config.eval_iters - 1)
-    held = [Buffer("workspace", size, Kind.WORKSPACE) for size in workspace_bytes]
+    resident, training = loop.training(optimizer, loop.with_previous_cache(found), count, first)
+    evaluating = _evaluations(lists, 2 * config.eval_iters - 1) if "evaluation" in lists.sections else []
     sections = [*evaluating, *training] if first else [*training, *evaluating]
-    return Step((*_state(facts), *resident, *held), tuple(sections))
+    return Step((*_state(facts), *resident), tuple(sections))
 
 
 def _evaluations(lists: Lists, later: int) -> list[Section]:
-    """estimate_loss: a first batch, and others, each while what the one before it made is held."""
+    """estimate_loss: a first batch, then others, each while the results of the one before are alive."""
     ops, fetched = lists.sections["evaluation"], len(lists.roles["batch"])
     gone = {buffer for op in ops for buffer in op.frees}
     made = [buffer for op in ops for buffer in op.allocates if buffer not in gone]
@@ -306,9 +313,7 @@ def _evaluations(lists: Lists, later: int) -> list[Section]:
     return [Section("evaluation, first batch", ops), Section("evaluation, later batches", tuple(again), later)]
 
 
-def _compiled_step(
-    facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, first: bool, workspace_bytes: Sequence[int]
-) -> Step:
+def _compiled_step(facts: TemplateFacts, lists: Lists, config: TrainConfig, cuda: bool, first: bool) -> Step:
     roles, sections = lists.roles, lists.sections
     programs = Programs(
         batch=roles["batch"],
@@ -324,4 +329,4 @@ def _compiled_step(
     count = max(1, config.gradient_accumulation_steps // config.world_size)
     around = CompiledLoop(programs, count, 2 * config.eval_iters, bool(roles["kept"]))
     optimizer = Optimizer(config, cuda, facts.trained, facts.weight_bytes)
-    return around.step(optimizer, _state(facts), first, workspace_bytes)
+    return around.step(optimizer, _state(facts), first)

@@ -1,6 +1,6 @@
-"""A model of the user's own: built from their file or a Hugging Face config, traced into the same op lists.
+"""A user's own model: built from their file or a Hugging Face config, traced into the same op lists.
 
-`file.py:function` runs the user's code, because it is asked to: the one exception to "input is never executed".
+`file.py:function` runs the user's code on request: the one exception to "input is never executed".
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from oomph.config.programs import ON_THE_TRAINER, TRANSFORMERS
 from oomph.config.schema import TrainConfig
 from oomph.errors import InputError, Problem, nearest
 from oomph.step.depth import Gap, UnlikeBlocksError
-from oomph.step.trace import eager
+from oomph.step.trace.eager import program as eager
+from oomph.step.trace.eager.record import MOST_CALLS, MOST_CALLS_ALONE, LoopError
 from oomph.step.trace.failure import failure, unplannable
 from oomph.step.trace.fakes import DTYPES, building, convert, facts
 from oomph.step.trace.hugging_face import CausalWithLoss, causal_model_builder
 from oomph.step.trace.loops import rolled
-from oomph.step.trace.optimizer import check_traced
-from oomph.step.trace.record import MOST_CALLS, MOST_CALLS_ALONE, LoopError
 from oomph.step.trace.template import (
     MANY,
     SHORT,
@@ -43,22 +43,22 @@ from oomph.step.trace.template import (
     taken_apart,
 )
 
-MOST_CALLS_COMPILED = 4096  # of one module alone: inductor takes milliseconds for each
-ENDLESS = 1 << 40  # tokens: where a loop is repeated there is no longer trace to hold it against
-_PERIODS = (1, 2, 3, 4, 6, 8)  # of blocks of several kinds in turn
-FAILURES = (Exception, SystemExit)  # a model that leaves must not take the plan, and its exit code, along
+MOST_CALLS_COMPILED = 4096  # by one module alone: inductor takes milliseconds for each
+ENDLESS = 1 << 40  # tokens: for rolled loops there is no longer trace to compare with
+_PERIODS = (1, 2, 3, 4, 6, 8)  # of repeating kinds of blocks
+FAILURES = (Exception, SystemExit)  # a model that calls exit() must not end the plan with its exit code
 
 
 class Cut(NamedTuple):
-    """Blocks to leave out, and the gaps that they may be filled in by."""
+    """Blocks to leave out, and the gaps that may stand for them."""
 
     first: int
-    last: int  # the first that is there again
+    last: int  # the first block after the cut
     gaps: tuple[Gap, ...]
 
 
 class _Stack:
-    """The lists of blocks in a model that are alike: as many blocks each, of kinds that repeat."""
+    """The matching lists of blocks in a model: of equal length, with kinds that repeat."""
 
     def __init__(self, model: nn.Module) -> None:
         lists = [
@@ -71,10 +71,10 @@ class _Stack:
         self.kinds = list(zip(*(_kinds(found) for found in self.lists), strict=True))
 
     def cuts(self, compiled: bool) -> list[Cut]:
-        """Which blocks may be left out, the cheapest to trace first.
+        """The cuts to try, the cheapest to trace first.
 
-        Compiled, up to four blocks at the front and two at the back are unlike the others, and memory may be reused in
-        turns of two.
+        Compiled, up to four blocks at the front and two at the back differ from the others, and memory reuse may
+        alternate between two blocks.
         """
         starts = ((period, start) for period in _PERIODS for start in range(3) if self._repeats(period, start))
         period, start = next(starts, (0, 0))
@@ -96,14 +96,14 @@ class _Stack:
         return len(kinds) >= 4 * period and kinds[period:] == kinds[:-period]
 
     def leave_out(self, cut: Cut) -> None:
-        """Take the blocks out. The others keep their numbers."""
+        """Remove the blocks. The others keep their numbers."""
         for found in self.lists:
             for number in range(cut.first, cut.last):
                 del found._modules[str(number)]
 
 
 def _kinds(blocks: Iterable[nn.Module]) -> list[Hashable]:
-    """What each block is: its modules with their settings, but for its own number, and its parameters' shapes."""
+    """A key for each block: its modules with their settings, except its own index, and its parameters' shapes."""
     every = [[(name, type(m), _settings(m)) for name, m in block.named_modules()] for block in blocks]
     numbers = {
         (name, key)
@@ -125,16 +125,17 @@ def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     return tuple((key, value) for key, value in vars(module).items() if isinstance(value, plain))
 
 
-def make_template(spec: str, config: TrainConfig, cuda: bool, cover_more: bool) -> Template:
-    """The template of the model that `spec` names, for the config's batch; with `cover_more` for others too.
+def make_template(spec: str, config: TrainConfig, cuda: bool, cover_more: bool, search: bool = False) -> Template:
+    """The template of the model named by `spec`, for the config's batch; with `cover_more` for others too, and in a
+    `search`, approximately, for compiled ones.
 
-    A function takes nothing and returns a module that is called with token ids and targets, both (batch_size,
-    block_size), and returns a loss, or a tuple with one; or it returns that module and the inputs to call it with.
+    The function takes no arguments and returns a module, called with token ids and targets, both (batch_size,
+    block_size), that returns a loss or a tuple with one; or it returns the module and the inputs to call it with.
     """
-    with redirect_stdout(sys.stderr):  # what the model prints is not part of our answer
+    with redirect_stdout(sys.stderr):  # what the model prints is not part of our output
         found = _Tracing(spec, config, cuda)
         asked = (config.batch_size, config.block_size)
-        wanted = points(*asked, cuda, bool(config.compile)) if cover_more and not found.own else (asked,)
+        wanted = points(*asked, cuda, bool(config.compile), search) if cover_more and not found.own else (asked,)
         try:
             found.look_for_loops()
             return found.first_alike((wanted, tuple(p for p in wanted if p[1] == asked[1]), (asked,)))
@@ -145,10 +146,9 @@ def make_template(spec: str, config: TrainConfig, cuda: bool, cover_more: bool) 
 
 
 class _Tracing:
-    """A model under a config, and what is known of it."""
+    """A model under a config, and what has been found out about it."""
 
     def __init__(self, spec: str, config: TrainConfig, cuda: bool) -> None:
-        check_traced(config.optimizer)
         self.spec, self.config, self.cuda = spec, config, cuda
         self.build, self.inputs, self.own = _builder(spec, config)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -160,10 +160,10 @@ class _Tracing:
         self.facts = facts(model, own_inputs=shapes, recurrent=tuple(dict.fromkeys(layers)))
         self.cuts = _Stack(model).cuts(bool(config.compile))
         self.unused: nn.Module | None = model
-        self.rolls = False  # whether it has a loop over its tokens, of which a few are traced
+        self.rolls = False  # whether it loops over its tokens, so that only a few are traced
 
     def look_for_loops(self) -> None:
-        """Refuse to compile a model whose loop is so long that torch.compile would not end either: it unrolls it."""
+        """Refuse to compile a model with a long loop over tokens: torch.compile unrolls it, and would not end."""
         if self.config.compile:
             try:
                 with self.mode:
@@ -175,10 +175,10 @@ class _Tracing:
                 )
                 raise InputError(Problem(self.spec, what, allowed=instead)) from None
             except FAILURES:
-                return  # what else is wrong with it is told when it is traced
+                return  # other errors are reported when it is traced
 
     def first_alike(self, lengths: Sequence[tuple[tuple[int, int], ...]]) -> Template:
-        """The template that covers most: with blocks left out if it can be, at the first of these batches that do."""
+        """The template that covers most: with blocks left out if possible, at the first of these batches that works."""
         tried = [where for where in dict.fromkeys(lengths) if where]
         for cut in [*self.cuts, None]:
             for where in tried if cut is not None or not self.cuts or self.rolls else tried[-1:]:
@@ -195,7 +195,7 @@ class _Tracing:
         return model
 
     def template(self, cut: Cut | None, where: Sequence[tuple[int, int]]) -> Template:
-        """The template traced there, held against a trace of the batch asked for."""
+        """The template traced at `where`, checked against a trace of the requested batch."""
         model, self.unused = self.unused or self.built(), None
         if cut is not None:
             _Stack(model).leave_out(cut)
@@ -204,7 +204,8 @@ class _Tracing:
         asked = (self.config.batch_size, self.config.block_size)
         short = self.rolls and tuple(where) != (asked,)
         compared = (self.config.batch_size, SHORT[-1] + 2) if short else asked
-        every = [*where, *([] if compared in where else [compared])]
+        nearly = bool(self.config.compile) and where[0][0] != asked[0]
+        every = [*where, *([] if nearly or compared in where else [compared])]
         try:
             found = [self._lists(model, point, final=cut is None and point == asked) for point in every]
             found = [rolled(each, tokens) for each, (_, tokens) in zip(found, every, strict=True)] if short else found
@@ -213,7 +214,7 @@ class _Tracing:
         known = msgspec.structs.replace(self.facts, makes_no_loss=any(returned))
         for gap in cut.gaps if cut is not None else (None,):
             with contextlib.suppress(UnlikeBlocksError):
-                return _template(known, every, len(where), found, gap)
+                return _template(known, every, len(where), found, gap, nearly)
         raise UnlikeBlocksError
 
     def _lists(self, model: nn.Module, point: tuple[int, int], final: bool) -> Lists:
@@ -223,16 +224,22 @@ class _Tracing:
         config, options = self.config, self._options()
         try:
             if config.compile:
-                from oomph.step.trace import compiled
+                from oomph.step.trace.inductor import program as compiled
 
-                return compiled.lists(model, inputs, self.mode, torch_version=config.torch_version, **options)
+                program: dict[str, Any] = {
+                    "torch_version": config.torch_version,
+                    "keep_output": config.trainer not in ON_THE_TRAINER,  # the Trainer drops them before backward
+                    "evaluation": config.trainer not in TRANSFORMERS,
+                }
+                return compiled.lists(model, inputs, self.mode, **options, **program)
+            most = MOST_CALLS if self.rolls else MOST_CALLS_ALONE
             with self.mode:
-                return eager.lists(model, inputs, **options, most_alone=MOST_CALLS if self.rolls else MOST_CALLS_ALONE)
+                return eager.lists(model, inputs, **options, trainer=config.trainer, most_alone=most)
         except (InputError, UnlikeBlocksError, LoopError):
             raise
         except FAILURES as error:
             if not final:
-                raise UnlikeBlocksError from error  # it may want all of its blocks, or a batch of another size
+                raise UnlikeBlocksError from error  # it may need all of its blocks, or another batch size
             how = "as torch.compile would" if config.compile else "eagerly"
             raise InputError(failure(self.spec, f"the model cannot be traced {how}", error)) from error
 
@@ -240,20 +247,26 @@ class _Tracing:
         config = self.config
         return {
             "dtype": config.dtype, "autocast": config.autocast, "cuda": self.cuda, "attention": config.attention,
-            "keep_output": config.trainer != "hf",  # the Trainer lets go of it before backward
         }  # fmt: skip
 
 
 def _template(
-    facts: TemplateFacts, where: Sequence[tuple[int, int]], traced: int, found: Sequence[Lists], gap: Gap | None
+    facts: TemplateFacts,
+    where: Sequence[tuple[int, int]],
+    traced: int,
+    found: Sequence[Lists],
+    gap: Gap | None,
+    nearly: bool,
 ) -> Template:
-    """The template of lists traced at those batches, of which those after the first `traced` are only compared."""
+    """The template of lists traced at these batches; those after the first `traced` are only compared."""
     parts = [taken_apart(lists if gap is None else marked(lists, gap)) for lists in found]
     sides = None if gap is None else (gap.before, gap.template, gap.after, gap.period)
     batch, lengths = where[0][0], tuple([tokens for _, tokens in where[:traced]])
-    fixed, each = zip(*(parted(batch, numbers) for _, numbers in parts[:traced]), strict=True)
+    covers_all = batch == MANY or nearly
+    pairs = [[parted(n, batch) if covers_all else (n, 0) for n in numbers] for _, numbers in parts[:traced]]
+    fixed, each = zip(*(zip(*found_there, strict=True) for found_there in pairs), strict=True)
     longest = ENDLESS if lengths == SHORT else max(tokens for _, tokens in where)
-    made = Template(facts, parts[0][0], None if batch == MANY else batch, lengths, fixed, each, sides, longest)
+    made = Template(facts, parts[0][0], None if covers_all else batch, lengths, fixed, each, sides, longest)
     for point, (form, numbers) in zip(where, parts, strict=True):
         if not form.alike(made.form) or numbers != made.numbers_at(*point):
             raise UnlikeBlocksError
@@ -267,11 +280,11 @@ def _is_no_loss(result: Any) -> bool:
 
 
 def _builder(spec: str, config: TrainConfig) -> tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], bool]:
-    """The function that builds the model, the inputs it is called with, and whether these are its own."""
+    """The function that builds the model, its inputs, and whether the user supplied these."""
     path, colon, function = spec.rpartition(":")
     ids = torch.zeros((config.batch_size, config.block_size), dtype=torch.int64)
     if spec.endswith(".json"):
-        return _hugging_face(Path(spec), bool(config.checkpoint_layers)), (ids, ids), False
+        return _hugging_face(Path(spec), config), (ids, ids), False
     if not colon or not path.endswith(".py"):
         raise InputError(Problem(f"--model {spec}", "names no model", allowed="file.py:function, or a config.json"))
     build = _function(Path(path), function)
@@ -299,7 +312,7 @@ def _with_inputs(
 
 
 class _Named(nn.Module):
-    """A model whose inputs have names, called with them in order."""
+    """Calls a model with named inputs, given in order."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -310,7 +323,7 @@ class _Named(nn.Module):
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:
-    """The function `name` of a Python file, which is run to find it."""
+    """The function `name` of a Python file, which is executed to find it."""
     if not path.is_file():
         raise InputError(Problem(str(path), "there is no such file"))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -318,7 +331,7 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))  # so that the file's own imports work
     try:
-        with mock.patch.object(sys, "argv", [str(path)]):  # ours are not the file's
+        with mock.patch.object(sys, "argv", [str(path)]):  # hide our own arguments from the file
             spec.loader.exec_module(module)
     except FAILURES as error:
         raise InputError(failure(str(path), "running it raised", error)) from error
@@ -334,7 +347,7 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
 
 
 def _defined_in(module: Any, value: Any) -> bool:
-    """Whether a file defines a function or class itself, rather than importing it."""
+    """Whether a file defines a function or class itself instead of importing it."""
     return isinstance(value, FunctionType | type) and value.__module__ == module.__name__
 
 
@@ -348,7 +361,7 @@ def _call(spec: str, build: Callable[[], Any]) -> Any:
         raise InputError(failure(spec, "calling it raised", error)) from error
 
 
-def _hugging_face(path: Path, checkpointed: bool) -> Callable[[], nn.Module]:
-    """Builds the model of a config with weights in float32, whatever type the config's checkpoint was saved in."""
-    build = causal_model_builder(path, checkpointed)
-    return lambda: CausalWithLoss(build().float())
+def _hugging_face(path: Path, config: TrainConfig) -> Callable[[], nn.Module]:
+    """The function that builds a config's model with float32 weights, whatever dtype its checkpoint was saved in."""
+    build = causal_model_builder(path, bool(config.checkpoint_layers))
+    return lambda: CausalWithLoss(build().float(), bool(config.use_cache))

@@ -1,7 +1,7 @@
-"""How AOTAutograd and inductor write operations in smaller ones (torch/_decomp, torch/_inductor/decomposition.py).
+"""How AOTAutograd and inductor decompose operations (torch/_decomp, torch/_inductor/decomposition.py).
 
-Each rule stands in for the operation of the same name in `step.tensor` while a graph is recorded. Operations that are
-one node there too (add, mul, views, ...) need none.
+Each rule replaces the operation of the same name in `step.tensor` while a graph is recorded. Operations that are
+a single node there too (add, mul, views, ...) need no rule.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from oomph.step.compile.decompose import attention, elementwise, indexing, loss,
 RULES: dict[str, Callable[..., Any]] = {
     rule.__name__: rule
     for rule in (
-        elementwise.mean, elementwise.activation, elementwise.squashed, elementwise.dropout, elementwise.total,
-        elementwise.divide_into, views.split, views.part, views.cat, views.select, products.product, products.addmm,
+        elementwise.mean, elementwise.activation, elementwise.activation_from_result, elementwise.dropout,
+        elementwise.total, elementwise.divide_into, views.split, views.part, views.cat, views.select,
+        products.product, products.addmm,
         products.matmul, products.grouped_product, norms.layer_norm, norms.rms_norm, indexing.embedding,
         indexing.arange, indexing.take, indexing.inverse, indexing.topk, indexing.sort, indexing.histc,
         indexing.running_total, attention._fused, attention.flash_attention_3, attention.softmax, attention.masked,

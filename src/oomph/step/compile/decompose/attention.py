@@ -1,4 +1,4 @@
-"""Attention in smaller operations, and what a checkpointed region marks."""
+"""Attention, decomposed, and checkpointed regions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from oomph.step.tensor.tensor import Tensor
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tensor | None = None) -> Tensor:
-    """A fused kernel: its output, a logsumexp, two numbers of its random state."""
+    """A fused kernel's output; it also returns a logsumexp and two numbers of random state."""
     del rate
     recorder, s = recorder_of(q), _Sizes(q)
     cuda, flash = recorder.cuda, kernel == "flash"
@@ -60,12 +60,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, kernel: str, rate: float, mask: Tens
     state: list[Shape] = [] if not cuda else [(2,), ()] if flash else [(), ()]
     sums: ResultLayout = ((s.batch, s.heads, rows), "float32", None)
     results: list[ResultLayout] = [(q.shape, q.dtype, strides), sums, *((each, "int64", None) for each in state)]
-    outs = called("attention", (q, k, v, *masks), results, flops=s.flops, temporaries=temporaries, **facts)
+    work = {"flops": s.flops, "temporaries": temporaries, **facts}
+    outs = recorder.kept(lambda: called("attention", (q, k, v, *masks), results, **work))
     return attach(node, outs[0].detach())
 
 
 def flash_attention_3(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """FlashAttention 3: its output and a logsumexp."""
+    """FlashAttention 3's output; it also returns a logsumexp."""
     batch, tokens, heads, size = q.shape
     flops = 4 * batch * heads * size * scores_of(tokens, window)
     facts: dict[str, Any] = {"kind": Kind.ATTENTION, "shape": (batch, heads, tokens, size), "dtype": q.dtype}
@@ -119,7 +120,7 @@ def masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def window_mask(tape: GraphRecorder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A boolean mask of the tokens before, as far as the window reaches; and the numbers of its rows and columns."""
+    """A boolean mask of the earlier tokens inside the window; and its row and column indices."""
     numbers = tape.record("arange", How.CONSTANT, (), (tokens,), "int64", kind=Kind.INPUTS)
     rows, columns = pointwise("add_0", views.unsqueeze(numbers, 1)), views.unsqueeze(numbers, 0)
     before = pointwise("le", columns, rows, dtype="bool")
@@ -128,10 +129,10 @@ def window_mask(tape: GraphRecorder, tokens: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def _causal_bias(tape: GraphRecorder, rows: int, columns: int) -> Tensor:
-    """Zero or minus infinity for each query and key.
+    """A causal bias: 0 or -inf for each query and key.
 
-    The rows are unsqueezed at -1, the columns at -2, and Python's hash of both is the same: AOTAutograd, which looks
-    for equal operations by it (fx_graph_cse), never finds the rows again, nor what follows from them.
+    The rows are unsqueezed at -1, the columns at -2, and Python's hash of both is the same: AOTAutograd's search for
+    equal operations by hash (fx_graph_cse) never finds the rows again, nor anything computed from them.
     """
     place = tape.record("arange", How.CONSTANT, (), (columns,), "int64", kind=Kind.INPUTS)
     other = tape.record("arange", How.CONSTANT, (), (rows,), "int64", kind=Kind.INPUTS)
@@ -149,7 +150,7 @@ def _biased(scores: Tensor, bias: Tensor) -> Tensor:
 
 
 def _safe_softmax(scores: Tensor) -> Tensor:
-    """Softmax that is zero where a row has no score."""
+    """Softmax that is zero in rows without any score."""
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
@@ -166,12 +167,15 @@ def _safe_softmax(scores: Tensor) -> Tensor:
     return attach(node, out)
 
 
-def checkpoint(tape: GraphRecorder, function: Callable[..., Tensor], *args: Tensor, random: bool = False) -> Tensor:
-    """What runs inside is marked: backward computes it again."""
+def checkpoint(
+    tape: GraphRecorder, function: Callable[..., Tensor], *args: Tensor, random: bool = False, by_op: bool = False
+) -> Tensor:
+    """The block's result, its operations marked for backward to recompute."""
     del random
     tape.regions += 1
-    outer, tape.region = tape.region, tape.regions
+    outer = tape.region, tape.by_op
+    tape.region, tape.by_op, tape.products = tape.regions, by_op, 0
     try:
         return function(*args)
     finally:
-        tape.region = outer
+        tape.region, tape.by_op = outer

@@ -1,4 +1,4 @@
-"""Elementwise functions and sums in smaller operations."""
+"""Elementwise functions and sums, decomposed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def activation(x: Tensor, name: str) -> Tensor:
     return attach(node, as_dtype(_SHAPES[name](wide), dtype))
 
 
-def squashed(x: Tensor, name: str) -> Tensor:
+def activation_from_result(x: Tensor, name: str) -> Tensor:
     """relu, tanh and sigmoid: one node; backward reads the result."""
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
@@ -101,7 +101,7 @@ def dropout(x: Tensor, rate: float) -> Tensor:
 
 
 def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """x.sum(dim); backward sees each sum's gradient often."""
+    """x.sum(dim); backward broadcasts each sum's gradient."""
     x = casts.autocast_float32(x)
     dim %= len(x.shape)
     kept = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
@@ -117,7 +117,7 @@ def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def divide_into(x: Tensor, y: Tensor) -> Tensor:
-    """x /= y: in a graph nothing is overwritten."""
+    """x /= y, out of place: nothing in a graph is overwritten."""
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None

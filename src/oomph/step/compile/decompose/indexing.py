@@ -1,4 +1,4 @@
-"""Numbers and rows taken from tensors by their place, sorted and counted, in smaller operations."""
+"""Indexing, sorting and counting, decomposed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def embedding(module: Module, ids: Tensor) -> Tensor:
 
 
 def arange(tape: GraphRecorder, count: int) -> Tensor:
-    """Positions."""
+    """torch.arange: positions."""
     return tape.record("arange", How.CONSTANT, (), (count,), "int64", kind=Kind.INPUTS)
 
 
 def _written(start: Tensor, places: Tensor, rows: Tensor, fallback: bool = False) -> Tensor:
-    """Rows written or added to their places of a tensor; `fallback`: by PyTorch's own kernel."""
+    """Rows written or added to a tensor at the given indices; `fallback`: by PyTorch's own kernel."""
     reads = (start, places, rows)
     return recorder_of(rows).record("index_put", How.SCATTER, reads, start.shape, rows.dtype, fallback=fallback)
 
@@ -51,7 +51,7 @@ def _zeros(like: Tensor, shape: Shape) -> Tensor:
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows]; backward adds the rows into zeros. Before Hopper no kernel of inductor's adds bfloat16 so."""
+    """x[rows]; backward adds the rows into zeros. Before Hopper inductor has no kernel that adds bfloat16 like this."""
     recorder = recorder_of(x)
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
@@ -66,7 +66,7 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def inverse(places: Tensor) -> Tensor:
-    """The permutation that undoes another: its own numbers written to the places of an empty tensor, never shared."""
+    """The inverse of a permutation: positions scattered into an empty tensor, which is never shared."""
     recorder = recorder_of(places)
     start = recorder.record("empty", How.CONSTANT, (), places.shape, "int64", key=len(recorder.values))
     return _written(start, places, constant(places, "arange", places.shape, "int64"))
@@ -86,7 +86,7 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def sort(x: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.sort: values and their places. Inductor's own kernel for rows of up to 512 is not distinguished."""
+    """torch.sort: values and indices. Inductor's own kernel for rows of up to 512 is not distinguished."""
     values, places = called("sort", (x,), [(x.shape, x.dtype, None), (x.shape, "int64", None)], kernel=Kernel.POINTWISE)
     return values, places
 
@@ -97,5 +97,5 @@ def histc(x: Tensor, bins: int) -> Tensor:
 
 
 def running_total(x: Tensor, dtype: str) -> Tensor:
-    """x.cumsum(0, dtype=dtype): a kernel of its own, that is never computed again."""
+    """x.cumsum(0, dtype=dtype): a separate kernel, never recomputed."""
     return called("cumsum", (x,), [(x.shape, dtype, None)], kernel=Kernel.REDUCTION)[0]

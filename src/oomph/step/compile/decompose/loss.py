@@ -1,4 +1,4 @@
-"""The loss in smaller operations."""
+"""The loss, decomposed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     row: Shape = (rows, 1)
     if recorder.autocast is not None and not recorder.cuda and dtype in HALVES:
         flat, dtype = casts.to(flat, "float32"), "float32"
-    ids = targets.seen((rows,), (1,))
+    ids = targets.as_strided((rows,), (1,))
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
@@ -50,28 +50,28 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     used = pointwise("ne", ids, dtype="bool")
     chosen = views.unsqueeze(pointwise("where", used, ids, constant(logs, "full", (), "int64"), dtype="int64"), 1)
     found = recorder.record("gather", How.POINTWISE, (wide, chosen), row, "float32", gathers=True)
-    losses = pointwise("where", used, pointwise("neg", found.seen((rows,), (1,))), dtype="float32")
+    losses = pointwise("where", used, pointwise("neg", found.as_strided((rows,), (1,))), dtype="float32")
     count = pointwise("convert", reduction("sum", used, (), "int64"), dtype="float32")
     loss = pointwise("div", reduction("sum", losses, ()), count)
     return attach(node, loss)
 
 
 def _one_hot(chosen: Tensor, rows: int, words: int, dtype: str) -> Tensor:
-    """Where the vocabulary's numbers equal the target: torch since 2.5 writes no scattered one-hot.
+    """Where the vocabulary index equals the target: since 2.5 torch scatters no one-hot matrix.
 
-    Before, it is written in the dtype of the logarithms.
+    Earlier versions write it in the dtype of the log-probabilities.
     """
     recorder = recorder_of(chosen)
     if recorder.writes_one_hot:
         zeros = constant(chosen, "full", (rows, words), dtype)
         return recorder.record("scatter", How.SCATTER, (zeros, chosen), (rows, words), dtype, kind=Kind.LOGITS)
-    numbers = constant(chosen, "arange", (words,), "int64").seen((1, words), (words, 1))
+    numbers = constant(chosen, "arange", (words,), "int64").as_strided((1, words), (words, 1))
     equal = pointwise("eq", views.expand(chosen, rows, words), numbers, dtype="bool")
     first, second = (constant(chosen, name, (), "float32") for name in ("scalar_0", "scalar_-1"))
     return pointwise("where", equal, second, first, dtype="float32")
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
-    """The compiled model ends with its hidden state: the chunked loss is a function of its own after it."""
+    """The hidden state: the compiled model ends there, and the chunked loss runs as a separate function."""
     del weight, chunk
     return hidden

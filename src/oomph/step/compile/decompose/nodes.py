@@ -17,35 +17,35 @@ from oomph.step.tensor.tensor import Tensor
 
 
 def recorder_of(x: Tensor) -> GraphRecorder:
-    """The program that a tensor belongs to."""
+    """The recorder that a tensor belongs to."""
     assert isinstance(x.tape, GraphRecorder)
     return x.tape
 
 
 def pointwise(op: str, *reads: Tensor, dtype: str | None = None) -> Tensor:
-    """An elementwise node, in the dtype that its operands meet in."""
+    """An elementwise node, by default in its operands' promoted dtype."""
     return elementwise.pointwise(op, *reads, dtype=dtype)
 
 
 def reduction(op: str, x: Tensor, shape: Shape, dtype: str | None = None) -> Tensor:
-    """A node that sums up, or the like, to a smaller shape."""
+    """A reduction node with a smaller shape."""
     return recorder_of(x).record(op, How.REDUCTION, (x,), shape, dtype or x.dtype)
 
 
 def constant(x: Tensor, op: str, shape: Shape, dtype: str) -> Tensor:
-    """A node that reads nothing, in the program of x."""
+    """A node without inputs, in x's graph."""
     return recorder_of(x).record(op, How.CONSTANT, (), shape, dtype)
 
 
-ResultLayout = tuple[Shape, str, Shape | None]  # shape, dtype and, where it is not contiguous, strides
+ResultLayout = tuple[Shape, str, Shape | None]  # shape, dtype, and strides if not contiguous
 
 
 def called(
     op: str, reads: Sequence[Tensor], results: Sequence[ResultLayout], kind: Kind | None = None, **facts: Any
 ) -> list[Tensor]:
-    """What a kernel returns that the graph does not look into; `facts` are those of its operation."""
+    """The results of an opaque kernel; `facts` are those of its operation."""
     recorder = recorder_of(reads[0])
-    call = recorder.record(op, How.CALL, reads, (), reads[0].dtype, kind=kind, facts=facts)
+    call = recorder.record(op, How.CALL, reads, (), reads[0].dtype, kind=kind, work=facts)
     return [
         recorder.record("item", How.ITEM, (call,), shape, dtype, strides, key=index, kind=kind)
         for index, (shape, dtype, strides) in enumerate(results)
@@ -53,7 +53,7 @@ def called(
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """In float32, where PyTorch computes half inputs so."""
+    """The tensor in float32, which PyTorch computes half-precision inputs in."""
     return x.tape.cast(x, "float32") if x.dtype in HALVES else x
 
 
@@ -63,5 +63,5 @@ def as_dtype(x: Tensor, dtype: str) -> Tensor:
 
 
 def attach(node: Node | None, out: Tensor) -> Tensor:
-    """The result, with its autograd node where it has one."""
+    """The result, with its autograd node if it has one."""
     return node.attach(out) if node else out

@@ -1,4 +1,4 @@
-"""Norms in smaller operations."""
+"""Norms, decomposed."""
 
 from __future__ import annotations
 
@@ -49,29 +49,35 @@ def layer_norm(module: Module, x: Tensor) -> Tensor:
     return attach(node, as_dtype(out, dtype))
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """F.rms_norm without a weight: CUDA has an operation with a backward of its own, the CPU differentiates its parts.
+def rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """F.rms_norm: one operation with its own backward on CUDA; on the CPU its parts are differentiated.
 
     Both are computed in float32 (torch/_decomp/decompositions.py `_fused_rms_norm`, `_fused_rms_norm_backward`).
     """
-    recorder, dtype = recorder_of(x), x.dtype
-    if not recorder.cuda:
+    recorder = recorder_of(x)
+    weight = casts.autocast_float32(weight) if weight is not None else None
+    x = casts.autocast_float32(x)
+    dtype = x.dtype
+    if not recorder.cuda or (weight is not None and weight.dtype != dtype):
         wide = casts.to(x, "float32")
-        return casts.to(
-            elementwise.mul(wide, elementwise.rsqrt(elementwise.shift(elementwise.mean(elementwise.square(wide))))),
-            dtype,
-        )
-    row = (*x.shape[:-1], 1)
+        wide = elementwise.mul(wide, elementwise.rsqrt(elementwise.shift(elementwise.mean(elementwise.square(wide)))))
+        return casts.to(wide if weight is None else elementwise.mul(wide, weight), dtype)
+    row, width = (*x.shape[:-1], 1), x.shape[-1]
 
-    def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
+    def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         assert grads[0] is not None
         grad = as_float32(grads[0])
-        total = reduction("sum", pointwise("mul", normed, grad), row)
-        inner = pointwise("sub", grad, pointwise("mul", pointwise("div_n", normed), total))
-        return [as_dtype(pointwise("mul", inner, rstd), dtype)]
+        scaled = grad if weight is None else pointwise("mul", grad, as_float32(weight))
+        total = reduction("sum", pointwise("mul", normed, scaled), row)
+        inner = pointwise("sub", scaled, pointwise("mul", pointwise("div_n", normed), total))
+        dw = None
+        if weight is not None and node.needs(1):
+            dw = as_dtype(reduction("sum", pointwise("mul", grad, normed), (width,)), weight.dtype)
+        return [as_dtype(pointwise("mul", inner, rstd), dtype), dw]
 
-    node = recorder.node(backward, x)
+    node = recorder.node(backward, x, weight)
     wide = as_float32(x)
     rstd = pointwise("rsqrt", pointwise("add_eps", reduction("mean", pointwise("pow", wide), row)))
     normed = pointwise("mul", wide, rstd)
-    return attach(node, as_dtype(normed, dtype))
+    out = normed if weight is None else pointwise("mul", normed, weight, dtype="float32")
+    return attach(node, as_dtype(out, dtype))

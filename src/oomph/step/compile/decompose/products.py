@@ -1,4 +1,4 @@
-"""Matrix products in smaller operations."""
+"""Matrix products, decomposed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 def _multiplied(a: Tensor, b: Tensor, *more: Tensor, kind: Kind | None = None) -> Tensor:
-    """mm, bmm, or addmm where there is more to add. Backward is recorded under forward's autocast too."""
+    """mm, bmm, or addmm if there is something to add. Backward is recorded under forward's autocast too."""
     recorder = recorder_of(a)
     if recorder.autocast is not None:
         a, b = as_dtype(a, recorder.autocast), as_dtype(b, recorder.autocast)
@@ -27,7 +27,7 @@ def _multiplied(a: Tensor, b: Tensor, *more: Tensor, kind: Kind | None = None) -
     unit = "tf32" if a.dtype == "float32" and a.tape.tf32 else a.dtype
     facts = {"shape": (count, m, n, k), "flops": 2 * count * m * n * k, "dtype": unit}
     op = "bmm" if batch else "addmm" if more else "mm"
-    return recorder_of(a).record(op, How.PRODUCT, (a, b, *more), (*batch, m, n), a.dtype, kind=kind, facts=facts)
+    return recorder_of(a).record(op, How.PRODUCT, (a, b, *more), (*batch, m, n), a.dtype, kind=kind, work=facts)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: Kind | None = None) -> Tensor:
@@ -46,17 +46,18 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, kind: Kind | 
                 dx = _multiplied(grad, _turned(turned), kind=recorder.kind)
         if node.needs(0):
             db = recorder.made("sum", (1, outputs), grad.dtype, (grad,), Kind.GRADIENTS, kernel=Kernel.REDUCTION)
-            db = db.seen((outputs,), (1,))
-        return [db, dx.seen(shape, contiguous_strides(shape)) if dx else None, dw]
+            db = db.as_strided((outputs,), (1,))
+        return [db, dx.as_strided(shape, contiguous_strides(shape)) if dx else None, dw]
 
     node = recorder.node(backward, bias, x, weight)
     outputs, inputs = weight.shape
     turned = _turned(weight)
     rows = x.numel // inputs
     flat = views.as_shape(x, (rows, inputs))
-    out = _multiplied(flat, turned, *((bias,) if bias is not None else ()), kind=kind)
+    added = (bias,) if bias is not None else ()
+    out = recorder.kept(lambda: _multiplied(flat, turned, *added, kind=kind), product=True)
     wide = (*shape[:-1], outputs)
-    return attach(node, out.seen(wide, contiguous_strides(wide)))
+    return attach(node, out.as_strided(wide, contiguous_strides(wide)))
 
 
 def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _expanded(x: Tensor) -> Tensor:
-    """x.expand to its own shape, which stays an operation."""
+    """x.expand to its own shape, which AOTAutograd keeps as an operation."""
 
     def backward(_node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         return grads
@@ -105,12 +106,12 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _grouped(a: Tensor, b: Tensor, offsets: Tensor, shape: Shape, kind: Kind | None = None) -> Tensor:
-    """`_grouped_mm`: each row, or each term of a sum, belongs to one of the groups."""
+    """`_grouped_mm`: each row, or each term of the sum, belongs to one group."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     unit = "tf32" if a.dtype == "float32" and a.tape.tf32 else a.dtype
     facts = {"shape": (1, m, n, k), "flops": 2 * m * n * k, "dtype": unit}
     record = recorder_of(a).record
-    return record("grouped_mm", How.PRODUCT, (a, b, offsets), shape, a.dtype, kind=kind, facts=facts)
+    return record("grouped_mm", How.PRODUCT, (a, b, offsets), shape, a.dtype, kind=kind, work=facts)
 
 
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

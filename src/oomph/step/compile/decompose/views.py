@@ -1,4 +1,4 @@
-"""Views in smaller operations."""
+"""Views, decomposed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oomph.step.tensor.tensor import Tensor
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """A call with an item for each part; backward puts their gradients side by side."""
+    """A call with an item for each part; backward concatenates their gradients."""
     recorder = recorder_of(x)
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
@@ -47,12 +47,12 @@ def part(x: Tensor, low: int, high: int, dim: int = -1) -> Tensor:
 
     node = x.tape.node(backward, x)
     assert isinstance(x, GraphTensor)
-    out = x.seen((*x.shape[:dim], high - low, *x.shape[dim + 1 :]), x.strides, low * x.strides[dim], "slice")
+    out = x.as_strided((*x.shape[:dim], high - low, *x.shape[dim + 1 :]), x.strides, low * x.strides[dim], "slice")
     return attach(node, out)
 
 
 def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
-    """torch.cat; backward hands out slices."""
+    """torch.cat; backward returns slices."""
     first = parts[0]
     dtype = promote([each.dtype for each in parts])
     parts = [casts.to(each, dtype) for each in parts] if first.tape.autocast else parts
@@ -65,7 +65,7 @@ def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         cuts = [(*grad.shape[:dim], size, *grad.shape[dim + 1 :]) for size in sizes]
         return [
-            grad.seen(cut, grad.strides, start * grad.strides[dim], "slice")
+            grad.as_strided(cut, grad.strides, start * grad.strides[dim], "slice")
             for cut, start in zip(cuts, starts, strict=True)
         ]
 
@@ -74,7 +74,7 @@ def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], dim: int, dtype: str) -> Tensor:
-    """Side by side along a dimension."""
+    """The parts concatenated along a dimension."""
     first, sizes = parts[0], [each.shape[dim] for each in parts]
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
     starts = tuple([sum(sizes[:index]) for index in range(len(sizes))])
@@ -82,7 +82,7 @@ def _joined(parts: Sequence[Tensor], dim: int, dtype: str) -> Tensor:
 
 
 def select(x: Tensor, index: int) -> Tensor:
-    """x[index]; backward writes its gradient into zeros, number by number."""
+    """x[index]; backward scatters its gradient into zeros, element by element."""
 
     def backward(node: Node, grads: Gradients) -> Sequence[Tensor | None]:
         grad, shape = grads[0], node.shapes[0]
@@ -92,4 +92,4 @@ def select(x: Tensor, index: int) -> Tensor:
 
     node = x.tape.node(backward, x)
     assert isinstance(x, GraphTensor)
-    return attach(node, x.seen(x.shape[1:], x.strides[1:], index * x.strides[0], "select"))
+    return attach(node, x.as_strided(x.shape[1:], x.strides[1:], index * x.strides[0], "select"))

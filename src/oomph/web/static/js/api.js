@@ -1,3 +1,4 @@
+// @ts-check
 // Questions to the server. What is wrong comes back as problems: what, where, the value found, the values allowed.
 
 export class Refused extends Error {
@@ -11,7 +12,7 @@ export class Refused extends Error {
 export function sentence({ where, what, found, allowed, nearest }) {
   const parts = [`${where ? `${where.replace(/^set\./, "")}: ` : ""}${what}`];
   if (found !== undefined && found !== null && found !== "") parts.push(`found ${found}`);
-  if (allowed) parts.push(`allowed: ${allowed}`);
+  if (allowed) parts.push(`try: ${allowed}`);
   if (nearest) parts.push(`did you mean ${nearest}?`);
   return parts.join("; ");
 }
@@ -37,10 +38,10 @@ export function post(path, body, signal) {
   return answer(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-/** Hand a text to the browser as a file. */
-export function download(name, text) {
+/** Hand a text, or bytes, to the browser as a file. */
+export function download(name, content, type = "text/plain;charset=utf-8") {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "text/plain;charset=utf-8" }));
+  link.href = URL.createObjectURL(new Blob([content], { type }));
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);

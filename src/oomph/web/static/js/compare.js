@@ -1,3 +1,4 @@
+// @ts-check
 // Two or more runs: who wins at what and why, what cannot be compared, and every setting that differs.
 
 import { html, useEffect, useState } from "./html.js";
@@ -6,13 +7,13 @@ import { figure, isNumber, percent, setting } from "./format.js";
 
 /** The answer of oomph compare, asked again when one of the runs ends. */
 export function Comparison({ names, fresh }) {
-  const [found, setFound] = useState(null);
+  const [answer, setFound] = useState(null);
   const [failed, setFailed] = useState([]);
   useEffect(() => {
     const asked = new AbortController();
     post("/api/compare", { runs: names }, asked.signal)
       .then((result) => {
-        setFound(result);
+        setFound({ names: names.join("\n"), result });
         setFailed([]);
       })
       .catch((error) => {
@@ -22,7 +23,8 @@ export function Comparison({ names, fresh }) {
     return () => asked.abort();
   }, [names.join("\n"), fresh]);
   if (failed.length) return failed.map((problem) => html`<p class="problem" role="alert">${sentence(problem)}</p>`);
-  if (!found) return html`<p class="waiting">comparing…</p>`;
+  const found = answer?.names === names.join("\n") ? answer.result : null; // never of other runs
+  if (!found) return html`<p class="waiting" role="status" aria-busy="true">comparing…</p>`;
   const { runs, verdicts, differences, metrics, not_comparable: not, notes } = found;
   const measured = Object.entries(metrics).map(([name, { unit, values }]) => [
     named(name, unit),
@@ -75,7 +77,7 @@ export function Comparison({ names, fresh }) {
 
 const Side = ({ runs, rows }) => html`
   <div class="scroll"><table class="figures">
-    <thead><tr><th></th>${runs.map((name) => html`<th scope="col" class="number"><bdi>${name}</bdi></th>`)}</tr></thead>
+    <thead><tr><td></td>${runs.map((name) => html`<th scope="col" class="number"><bdi>${name}</bdi></th>`)}</tr></thead>
     <tbody>
       ${rows.map(
         ([name, values], index) => html`<tr key=${index}>

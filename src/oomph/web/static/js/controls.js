@@ -1,9 +1,10 @@
+// @ts-check
 // The knobs: a slider with its exact number beside it, a choice of a few, a switch. All are native inputs underneath.
 
 import { classes, html, useId, useState } from "./html.js";
 import { sentence } from "./api.js";
 import { read } from "./link.js";
-import { known, problemOf, question, setKeys, valueOf } from "./state.js";
+import { ask, known, problemOf, question, setKeys, valueOf } from "./state.js";
 
 const LETTERS = new Set(["str", "count"]); // kinds that a keyboard of digits cannot type: a name, 3.68B
 
@@ -143,5 +144,16 @@ export function FieldKnob({ name, label = name, unit }) {
     <${Knob} ...${usual(name)} label=${label} unit=${unit} id=${id}>
       <${Exact} wide id=${id} label=${label} value=${valueOf(name)} kind=${key?.kind}
         placeholder=${key?.optional ? "not said" : undefined} onValue=${(value) => setKeys({ [name]: value })} />
+    <//>`;
+}
+
+/** What the question has beside the config's keys: a card's number, a price. */
+export function FlagKnob({ name, label, unit, placeholder }) {
+  const id = useId();
+  return html`
+    <${Knob} name=${name} label=${label} unit=${unit} id=${id} changed=${name in question.value}
+      problem=${problemOf(name)} onReset=${() => ask({ [name]: undefined })}>
+      <${Exact} wide id=${id} label=${label} value=${question.value[name]} placeholder=${placeholder}
+        kind=${name === "currency" ? "str" : "float"} onValue=${(value) => ask({ [name]: value })} />
     <//>`;
 }

@@ -1,7 +1,9 @@
+// @ts-check
 // Explain: a log, an nvidia-smi screen or an out-of-memory message, pasted; what happened, why, and what would fit.
 
-import { batch, classes, html, signal, useId } from "./html.js";
+import { batch, classes, html, signal, useId, without } from "./html.js";
 import { copy, download, post, Refused, sentence } from "./api.js";
+import { Exact } from "./controls.js";
 import { figure, integer, mib, setting } from "./format.js";
 import { Options } from "./options.js";
 import { known, notice, question, tab } from "./state.js";
@@ -24,9 +26,23 @@ const HOWS = { read: "read", inferred: "inferred", given: "given" };
 
 const text = signal("");
 const gpu = signal("");
-const found = signal(null);
+const config = signal(null); // {name, text}: the config that the run had
+const given = signal({}); // keys that the text does not tell
+const found = signal(null); // {body, told}
 const failed = signal([]);
 const busy = signal(false);
+let under = null;
+
+const bodyOf = () =>
+  JSON.parse(
+    JSON.stringify({
+      text: text.value,
+      gpu: gpu.value || undefined,
+      config: config.value?.text,
+      filename: config.value?.name,
+      set: given.value,
+    }),
+  );
 
 export async function takeLog(file) {
   if (file.size > MOST) {
@@ -38,24 +54,35 @@ export async function takeLog(file) {
     ];
     return;
   }
-  text.value = await file.text();
+  const content = await file.text();
+  batch(() => {
+    text.value = content;
+    given.value = {};
+  });
+  explain();
+}
+
+async function takeConfig(file) {
+  config.value = { name: file.name, text: await file.text() };
   explain();
 }
 
 async function explain() {
-  if (busy.value || !text.value.trim()) return;
+  if (!text.value.trim()) return;
+  under?.abort();
+  const mine = (under = new AbortController());
   busy.value = true;
   failed.value = [];
+  const body = bodyOf();
   try {
-    const body = { text: text.value };
-    if (gpu.value) body.gpu = gpu.value;
-    found.value = await post("/api/explain", body);
+    found.value = { body: JSON.stringify(body), told: await post("/api/explain", body, mine.signal) };
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
-    failed.value = error.problems;
-    found.value = null;
+    if (error instanceof Refused) {
+      failed.value = error.problems;
+      found.value = null;
+    } else if (error.name !== "AbortError") throw error;
   } finally {
-    busy.value = false;
+    if (under === mine) busy.value = false;
   }
 }
 
@@ -69,6 +96,8 @@ export function ExplainView() {
     batch(() => {
       text.value = EXAMPLE;
       gpu.value = "GeForce RTX 4070";
+      config.value = null;
+      given.value = {};
     });
     explain();
   };
@@ -87,23 +116,59 @@ export function ExplainView() {
               ${known.value.gpus.map(({ name }) => html`<option key=${name} value=${name}></option>`)}
             </datalist>
           </div>
-          <button type="button" class="button" disabled=${busy.value || !text.value.trim()} onClick=${explain}
-            title="Ctrl+Enter">
-            ${busy.value ? "reading…" : "Explain"}
+          <button type="button" class="button" disabled=${!text.value.trim()} title="Ctrl+Enter"
+            onClick=${busy.value ? () => under.abort() : explain}>
+            ${busy.value ? "Cancel" : "Explain"}
           </button>
           <label class="button plain file-button">
             Open a file
             <input type="file" class="hidden"
               onChange=${(event) => event.target.files[0] && takeLog(event.target.files[0])} />
           </label>
+          <label class="button plain file-button">
+            ${config.value ? config.value.name : "Its config"}
+            <input type="file" class="hidden" aria-label="The config that the run had"
+              accept=".py,.toml,.json,.yaml,.yml,.txt"
+              onChange=${(event) => event.target.files[0] && takeConfig(event.target.files[0])} />
+          </label>
+          ${config.value && html`<button type="button" class="quiet" onClick=${() => (config.value = null)}>without it</button>`}
           <button type="button" class="quiet" onClick=${tryExample}>an example</button>
         </div>
+        <${Missing} />
         ${failed.value.map((problem) => html`<p class="problem" role="alert">${sentence(problem)}</p>`)}
       </section>
-      <div aria-live="polite" aria-busy=${busy.value} class=${busy.value && found.value ? "stale" : ""}>
-        ${found.value && html`<${Report} found=${found.value} />`}
+      ${busy.value && html`<p class="searching" role="status"><span class="spin" aria-hidden="true"></span>reading…</p>`}
+      <div aria-live="polite" aria-busy=${busy.value} class=${isStale() ? "stale" : ""}>
+        ${found.value && html`<${Report} found=${found.value.told} />`}
       </div>
     </div>`;
+}
+
+/** Whether the report is about another text than the one that stands above it. */
+const isStale = () => found.value !== null && found.value.body !== JSON.stringify(bodyOf());
+
+/** Fields for exactly what the text does not tell. */
+function Missing() {
+  /** @type {string[]} */
+  const keys = [...new Set([...(found.value?.told.run.missing ?? []), ...Object.keys(given.value)])];
+  if (!keys.length) return null;
+  const change = (key) => (value) => {
+    const others = without(given.value, key);
+    given.value = value === undefined ? others : { ...others, [key]: value };
+    explain();
+  };
+  return html`
+    <fieldset class="missing">
+      <legend>The text does not tell</legend>
+      ${keys.map((key) => {
+        const id = `missing-${key}`;
+        return html`<div class="field" key=${key}>
+          <label for=${id} title=${known.value.keys[key]?.help}><code>${key}</code></label>
+          <${Exact} wide id=${id} label=${key} kind=${known.value.keys[key]?.kind} value=${given.value[key]} placeholder="not said"
+            onValue=${change(key)} />
+        </div>`;
+      })}
+    </fieldset>`;
 }
 
 function Report({ found: { run, plan, findings, fixes = [], report } }) {
@@ -112,12 +177,12 @@ function Report({ found: { run, plan, findings, fixes = [], report } }) {
   const take = (option) => toPlan(run, plan, option.changes, option.trainer);
   return html`
     <div class="report">
-      ${urgent.length > 0 && html`<${Findings} label="What is wrong" findings=${urgent} />`}
+      ${urgent.length > 0 && html`<section><h2>What is wrong</h2><${Findings} label="What is wrong" findings=${urgent} /></section>`}
       ${
         fixes.length > 0 &&
         html`<section class="block">
         <h2>What would fit</h2>
-        <${Options} options=${fixes} capacity=${plan?.memory?.capacity_mib} onTake=${take}
+        <${Options} options=${fixes} capacity=${plan?.memory?.capacity_mib} onApply=${take} few=${5}
           caption="Fixes, the best first" />
       </section>`
       }

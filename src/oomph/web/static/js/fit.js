@@ -1,13 +1,17 @@
+// @ts-check
 // Fit: the search for the best setting on this card, for the largest model, or for a run from a budget.
 
-import { html, signal, useEffect } from "./html.js";
+import { batch, classes, html, signal, useEffect, useState, without } from "./html.js";
 import { download, post, Refused, sentence } from "./api.js";
 import { Choice, Exact } from "./controls.js";
 import { integer } from "./format.js";
-import { Card, Source } from "./knobs.js";
+import { fitQuestion } from "./fixes.js";
+import { Card } from "./card.js";
+import { Source } from "./knobs.js";
 import { Options } from "./options.js";
 import { command } from "./plan.js";
-import { ask, notice, question, tab, takeOver } from "./state.js";
+import { Scatter } from "./scatter.js";
+import { ask, notice, question, search, tab, takeOver } from "./state.js";
 
 const MODES = [
   ["same", "this run"],
@@ -15,8 +19,6 @@ const MODES = [
   ["budget", "from a budget"],
 ];
 
-const mode = signal("same");
-const budget = signal({ hours: 24, tokens: undefined });
 const found = signal(null); // {body, result}
 const failed = signal([]);
 const searching = signal(false);
@@ -24,14 +26,15 @@ let under = null; // the search that is under way, to be broken off by the next
 
 /** What is asked of /api/fit; a budget asks for a model from nothing, so it carries no config. */
 function bodyOf() {
-  const { step_ms, watts, price_kwh, price_hour, currency, ...run } = question.value; // a plan's alone
-  if (mode.value === "same") return run;
-  if (mode.value === "largest") return { ...run, largest: true };
-  const { gpu, gpu_mib, gpu_tflops, gpu_gbs, gpu_watts, reserve_mib } = question.value;
-  return JSON.parse(JSON.stringify({ gpu, gpu_mib, gpu_tflops, gpu_gbs, gpu_watts, reserve_mib, ...budget.value }));
+  const { find, hours, tokens } = search.value;
+  const run = fitQuestion();
+  if (find === "same") return run;
+  if (find === "largest") return { ...run, largest: true };
+  const { gpu, gpu_mib, gpu_tflops, gpu_gbs, gpu_watts, reserve_mib } = run;
+  return JSON.parse(JSON.stringify({ gpu, gpu_mib, gpu_tflops, gpu_gbs, gpu_watts, reserve_mib, hours, tokens }));
 }
 
-async function search(body) {
+async function look(body) {
   under?.abort();
   const mine = (under = new AbortController());
   searching.value = true;
@@ -49,51 +52,66 @@ async function search(body) {
   }
 }
 
+/** Give the search up. No older answer stays. */
+function cancel() {
+  under?.abort();
+  found.value = null;
+}
+
 export function FitView() {
   const text = JSON.stringify(bodyOf());
   useEffect(() => {
     if (found.value?.body === text) return undefined;
-    const timer = setTimeout(() => search(JSON.parse(text)), 250); // a name is typed to its end first
+    const timer = setTimeout(() => look(JSON.parse(text)), 250); // a name is typed to its end first
     return () => clearTimeout(timer);
   }, [text]);
   useEffect(() => () => under?.abort(), []);
   const shown = found.value;
+  const stale = searching.value || shown?.body !== text;
+  const { find } = search.value;
   return html`
     <div class="fit">
       <div class="ask">
-        ${mode.value === "budget" ? html`<${Budget} />` : html`<${Source} />`}
+        ${find === "budget" ? html`<${Budget} />` : html`<${Source} />`}
         <${Card} />
         <div class="field">
           <span class="field-name">Find</span>
-          <${Choice} label="What to find" options=${MODES} value=${mode.value}
-            onValue=${(value) => (mode.value = value)} />
+          <${Choice} label="What to find" options=${MODES} value=${find}
+            onValue=${(value) => (search.value = { ...search.value, find: value })} />
         </div>
       </div>
-      ${mode.value !== "budget" && Object.keys(question.value.set).length > 0 && html`<${Changed} />`}
+      ${find !== "budget" && Object.keys(question.value.set).length > 0 && html`<${Changed} />`}
       ${failed.value.map((problem) => html`<p class="problem" role="alert">${sentence(problem)}</p>`)}
-      <div aria-busy=${searching.value} class=${searching.value && shown ? "stale" : ""}>
-        ${shown ? html`<${Found} result=${shown.result} asked=${JSON.parse(shown.body)} />` : null}
-      </div>
       ${
         searching.value &&
         html`<p class="searching" role="status">
-        <span class="spin" aria-hidden="true"></span>searching: thousands of settings are planned…</p>`
+        <span class="spin" aria-hidden="true"></span>searching: thousands of settings are planned…
+        <button type="button" class="quiet" onClick=${cancel}>cancel</button></p>`
       }
+      ${
+        !searching.value &&
+        !shown &&
+        !failed.value.length &&
+        html`<p class="waiting"><button type="button" class="button plain" onClick=${() => look(bodyOf())}>Search</button></p>`
+      }
+      <div aria-busy=${stale} class=${classes("found", shown && stale && "stale")}>
+        ${shown ? html`<${Found} result=${shown.result} asked=${JSON.parse(shown.body)} />` : null}
+      </div>
     </div>`;
 }
 
 function Budget() {
-  const change = (key) => (value) => (budget.value = { ...budget.value, [key]: value });
+  const change = (key) => (value) => (search.value = { ...search.value, [key]: value });
   return html`
     <section class="panel pair" aria-label="Budget">
       <div class="field">
         <label for="budget-hours">Hours</label>
-        <${Exact} wide id="budget-hours" label="Hours" placeholder="any" value=${budget.value.hours}
+        <${Exact} wide id="budget-hours" label="Hours" placeholder="any" value=${search.value.hours}
           onValue=${change("hours")} />
       </div>
       <div class="field">
         <label for="budget-tokens">Tokens, such as 3.68B</label>
-        <${Exact} wide id="budget-tokens" label="Tokens" kind="count" placeholder="20 a parameter" value=${budget.value.tokens}
+        <${Exact} wide id="budget-tokens" label="Tokens" kind="count" placeholder="20 a parameter" value=${search.value.tokens}
           onValue=${change("tokens")} />
       </div>
     </section>`;
@@ -111,15 +129,18 @@ const Changed = () => html`
 
 function Found({ result, asked }) {
   const fits = result.now?.memory?.fits;
+  const [lit, setLit] = useState(null); // the option that is pointed at, in the picture or the table
+  const capacity = result.now?.memory?.capacity_mib;
   return html`
     <p class=${`answer ${fits === false ? "changed" : "fine"}`}>${result.verdict}.</p>
-    <${Options} options=${result.options} best=${result.best} safest=${result.safest}
-      capacity=${result.now?.memory?.capacity_mib} onTake=${take} caption="Settings by rank" />
+    <${Scatter} options=${result.options} best=${result.best} capacity=${capacity} device=${result.now?.device?.name}
+      lit=${lit} onLit=${setLit} />
+    <${Options} options=${result.options} best=${result.best} safest=${result.safest} capacity=${capacity}
+      onApply=${apply} onDownload=${save} lit=${lit} onLit=${setLit} caption="Settings by rank" />
     <p class="aside">
-      What fits comes first, then what keeps the mathematics, then the fastest. Best is the fastest that keeps the
-      training under the program you asked for.
-      ${` ${integer(result.evaluated)} plans were made. `}
-      A row takes its setting over into Plan and downloads the config.
+      What fits comes first, then what keeps the mathematics, then the fastest. Best is the fastest that
+      surely fits and keeps the training under the program you asked for; percentages are against it.
+      ${` ${integer(result.evaluated)} plans were made.`}
     </p>
     <section class="block why">
       <h2>Why</h2>
@@ -128,22 +149,26 @@ function Found({ result, asked }) {
     <p class="command"><code dir="ltr">${command("fit", asked)}</code></p>`;
 }
 
-/** Take a row over: into the question, which a click undoes, and as a file. */
-async function take(option) {
-  const { hours, tokens, largest, ...asked } = JSON.parse(found.value.body);
+/** Take an option over into the plan's question. Back undoes it. */
+function apply(option) {
+  const before = question.value;
+  batch(() => {
+    if (search.value.find === "budget") ask({ preset: "gpt2", config: undefined, filename: undefined, set: {} });
+    takeOver(option.changes, option.trainer);
+    search.value = { ...search.value, find: "same" };
+    tab.value = "plan";
+  });
+  notice.value = { text: `Applied: ${option.name}.`, undo: () => (question.value = before) };
+}
+
+/** The config with an option's changes, as a file. */
+async function save(option) {
+  const asked = without(JSON.parse(found.value.body), "hours", "tokens", "largest");
   const format = /\.toml$/.test(asked.filename ?? "") || option.trainer === "oomph" ? "toml" : "py";
   try {
     const file = await post("/api/config", { ...asked, trainer: option.trainer, changes: option.changes, format });
     download(file.name, file.text);
-    const before = question.value;
-    if (mode.value === "budget") ask({ preset: "gpt2", config: undefined, filename: undefined, set: {} });
-    takeOver(option.changes, option.trainer);
-    notice.value = {
-      text: `Taken over: ${option.name}. Saved as ${file.name}.`,
-      undo: () => (question.value = before),
-    };
-    mode.value = "same";
-    tab.value = "plan";
+    notice.value = { text: `Saved as ${file.name}.` };
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     notice.value = { text: error.message };

@@ -1,9 +1,17 @@
+// @ts-check
 // Numbers as people read them, each with its unit. The same rounding as the terminal's reports.
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const digits = (n) => new Intl.NumberFormat("en-US", { minimumFractionDigits: n, maximumFractionDigits: n });
 const ONE = digits(1);
 const TWO = digits(2);
+/** @type {[number, string][]} */
+const SIZES = [
+  [1e12, "T"],
+  [1e9, "B"],
+  [1e6, "M"],
+  [1e3, "k"],
+];
 const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
@@ -30,11 +38,7 @@ export function figure(value) {
 /** 10.49 B, 123.6 M, 524,288. */
 export function count(value) {
   if (!isNumber(value)) return "–";
-  for (const [size, letter] of [
-    [1e12, "T"],
-    [1e9, "B"],
-    [1e6, "M"],
-  ]) {
+  for (const [size, letter] of SIZES.slice(0, 3)) {
     if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(4))} ${letter}`;
   }
   return whole.format(value);
@@ -84,6 +88,13 @@ export function deviation(expected, found) {
 
 export const money = (value, currency) => (isNumber(value) ? `${TWO.format(value)} ${currency ?? ""}`.trim() : "–");
 
+/** "an RTX 4070", "a Tesla T4": by how its first letters are spoken. */
+export function withArticle(name) {
+  const [word] = name.split(" ");
+  const spelt = word === word.toUpperCase() && !/^(TITAN|QUADRO)/.test(word);
+  return `${(spelt ? /^[AEFHILMNORSX]/ : /^[aeio]/i).test(word) ? "an" : "a"} ${name}`;
+}
+
 /** A config's value as it stands in a file. */
 export function setting(value) {
   if (value === true) return "True";
@@ -97,6 +108,7 @@ export function clockAt(secondsFromNow) {
   if (!isNumber(secondsFromNow)) return "–";
   const at = new Date(Date.now() + secondsFromNow * 1000);
   if (Number.isNaN(at.getTime())) return "–";
+  /** @type {Intl.DateTimeFormatOptions} */
   const options = {
     weekday: "short",
     day: "numeric",
@@ -123,12 +135,7 @@ export function short(value) {
   if (!isNumber(value)) return "";
   const size = Math.abs(value);
   if (size >= 1e15) return value.toExponential(1).replace("e+", "e").replace(".0e", "e");
-  for (const [unit, letter] of [
-    [1e12, "T"],
-    [1e9, "B"],
-    [1e6, "M"],
-    [1e3, "k"],
-  ]) {
+  for (const [unit, letter] of SIZES) {
     if (size >= unit) return `${Number((value / unit).toPrecision(4))}${letter}`;
   }
   return String(Number(value.toPrecision(4)));

@@ -1,3 +1,4 @@
+// @ts-check
 // The few names every part of the page is written with.
 
 import { h, render, Fragment } from "preact";
@@ -20,6 +21,10 @@ export {
   effect,
   signal,
 };
+
+/** A copy of an object without some of its fields. */
+export const without = (whole, ...names) =>
+  Object.fromEntries(Object.entries(whole).filter(([name]) => !names.includes(name)));
 
 /** Class names of those that hold: classes("row", chosen && "chosen"). */
 export const classes = (...names) => names.filter(Boolean).join(" ");

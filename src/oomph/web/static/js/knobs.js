@@ -1,10 +1,11 @@
-// The planner's panel: where the config comes from, which card, and the settings people turn.
+// @ts-check
+// The planner's panel: where the config comes from, and the settings people turn.
 
-import { batch, classes, html, signal, useEffect, useId, useMemo, useState } from "./html.js";
+import { batch, html, signal, useEffect, useId, useState } from "./html.js";
 import { sentence } from "./api.js";
-import { ChoiceKnob, Exact, FieldKnob, Knob, ListKnob, SliderKnob, SwitchKnob } from "./controls.js";
+import { ChoiceKnob, FieldKnob, FlagKnob, ListKnob, SliderKnob, SwitchKnob } from "./controls.js";
 import { integer } from "./format.js";
-import { answer, ask, known, matters, plans, problemOf, problems, question, setKeys, valueOf } from "./state.js";
+import { answer, ask, known, matters, plans, problems, question, setKeys, valueOf } from "./state.js";
 
 const BATCHES = [1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128];
 const ACCUMULATIONS = [1, 2, 4, 5, 8, 10, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 480, 512];
@@ -28,6 +29,7 @@ const SIZES = {
   num_experts_per_tok: "Experts a token",
   moe_intermediate_size: "Expert width",
 };
+const OF_GPT2 = new Set(["vocab_size", "n_head"]); // beside its width
 const FEATURED = new Set([
   ...Object.keys(SIZES),
   "batch_size",
@@ -94,7 +96,7 @@ export function Source() {
       <div class="actions">
         <label class="quiet file">
           open a file
-          <input type="file" class="hidden" accept=".py,.toml,.json,.txt"
+          <input type="file" class="hidden" accept=".py,.toml,.json,.yaml,.yml,.txt"
             onChange=${(event) => event.target.files[0] && takeFile(event.target.files[0])} />
         </label>
         <button type="button" class="quiet" aria-expanded=${open}
@@ -109,7 +111,7 @@ export function Source() {
         <textarea class="code" rows="9" dir="ltr" spellcheck=${false} aria-label="Config text" value=${config}
           placeholder="paste a config here" onInput=${(event) => ask({ config: event.target.value })}></textarea>
         <p class="aside">
-          nanoGPT .py, TOML or a Hugging Face config.json. It is read, never run, and stays on this machine.
+          nanoGPT .py, TOML, JSON or YAML: what it is, its content tells. It is read, never run, and stays on this machine.
         </p>`
       }
       ${answer.value?.read_as && !problems.value.length && html`<${ReadAs} found=${answer.value} />`}
@@ -150,45 +152,6 @@ function Wrong({ problem }) {
         key in question.value.set &&
         html` <button type="button" class="quiet" onClick=${() => setKeys({ [key]: undefined })}>drop it</button>`
       }</p>`;
-}
-
-export function Card() {
-  const id = useId();
-  const wrong = problemOf("gpu");
-  const { gpu = "" } = question.value;
-  const [draft, setDraft] = useState(null);
-  const take = (text) => {
-    setDraft(null);
-    if (text !== gpu) ask({ gpu: text });
-  };
-  const typed = (event) => {
-    const text = event.target.value;
-    if (known.value.gpus.some(({ name }) => name === text)) take(text);
-    else setDraft(text);
-  };
-  const near = wrong?.nearest;
-  const cards = useMemo(() => {
-    const option = ({ name, memory_mib: size }) => html`<option key=${name} value=${name}>${integer(size)} MiB</option>`;
-    return known.value.gpus.map(option);
-  }, [known.value.gpus]);
-  return html`
-    <section class=${classes("panel", wrong && "wrong")} aria-label="Card">
-      <div class="field">
-        <label for=${id}>Card</label>
-        <input type="text" id=${id} list="cards" autocomplete="off" spellcheck=${false} dir="ltr"
-          placeholder="this machine's"
-          value=${draft ?? gpu} onInput=${typed}
-          onChange=${(event) => take(event.target.value)} onFocus=${(event) => event.target.select()} />
-        <datalist id="cards">
-          ${cards}
-        </datalist>
-      </div>
-      ${
-        wrong &&
-        html`<p class="problem" role="alert">${sentence({ ...wrong, nearest: "" })}
-        ${near && html` <button type="button" class="quiet" onClick=${() => take(near)}>${near}</button>`}</p>`
-      }
-    </section>`;
 }
 
 /** Micro-batch and accumulation: with the batch held, only sizes that divide it. */
@@ -260,9 +223,9 @@ function Saving() {
 }
 
 export function Knobs() {
-  const ownHeads = answer.value !== null && matters("num_key_value_heads"); // not tied to the width, as GPT-2's are
+  const ownHeads = answer.value !== null && answer.value.plan.config.model_type !== "gpt2"; // not tied to the width
   const sizes = Object.entries(SIZES).filter(
-    ([key]) => matters(key) && valueOf(key) !== undefined && (ownHeads || key !== "n_embd"),
+    ([key]) => matters(key) && valueOf(key) !== undefined && (ownHeads || OF_GPT2.has(key)),
   );
   return html`
     <section class="panel knobs" aria-label="Settings">
@@ -313,16 +276,6 @@ function Money() {
         )}
       </div>
     </details>`;
-}
-
-function FlagKnob({ name, label, unit, placeholder }) {
-  const id = useId();
-  return html`
-    <${Knob} name=${name} label=${label} unit=${unit} id=${id} changed=${name in question.value}
-      problem=${problemOf(name)} onReset=${() => ask({ [name]: undefined })}>
-      <${Exact} wide id=${id} label=${label} value=${question.value[name]} placeholder=${placeholder}
-        kind=${name === "currency" ? "str" : "float"} onValue=${(value) => ask({ [name]: value })} />
-    <//>`;
 }
 
 /** Every other key of a config, found by name or meaning. */

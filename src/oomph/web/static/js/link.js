@@ -1,3 +1,4 @@
+// @ts-check
 // A plan as a link: #plan?preset=gpt2&gpu=RTX+4070&batch_size=8. A config of one's own travels inside it, deflated.
 
 export const TABS = ["plan", "fit", "explain", "runs"];
@@ -13,10 +14,12 @@ export const FLAGS = [
   "price_hour",
   "currency",
 ];
+const BUDGET = ["hours", "tokens"];
+const FINDS = ["same", "largest", "budget"];
 const OWN = new Set(["preset", "gpu", "trainer", "config", "filename", "run", ...FLAGS]);
 const LONGEST = 200_000; // characters of a link that are read: a config is a few thousand
 
-export async function toHash(tab, question, runs) {
+export async function toHash(tab, question, runs, search) {
   const fields = new URLSearchParams();
   if (tab === "runs") {
     for (const run of runs) fields.append("run", run);
@@ -26,6 +29,10 @@ export async function toHash(tab, question, runs) {
     }
     if (question.config) fields.set("config", await packed(question.config));
     for (const [key, value] of Object.entries(question.set)) fields.set(key, value);
+    if (tab === "fit" && search.find !== "same") {
+      fields.set("find", search.find);
+      for (const key of BUDGET) if (search.find === "budget" && search[key] !== undefined) fields.set(key, search[key]);
+    }
   }
   const text = fields.toString();
   return `#${tab}${text ? `?${text}` : ""}`;
@@ -39,13 +46,27 @@ export async function fromHash(hash, keys) {
   const fields = new URLSearchParams(text);
   const question = { set: {} };
   for (const [key, value] of fields) {
+    if (tab === "fit" && (key === "find" || BUDGET.includes(key))) continue;
     if (key === "config") question.config = await unpacked(value);
     else if (FLAGS.includes(key)) question[key] = read(value, key === "currency" ? "str" : "float");
     else if (OWN.has(key)) question[key] = value;
     else question.set[key] = read(value, keys[key]?.kind);
   }
   delete question.run;
-  return { tab, runs: fields.getAll("run"), question: text && tab !== "runs" ? question : null };
+  const asks = text && tab !== "runs";
+  return {
+    tab,
+    runs: fields.getAll("run"),
+    question: asks ? question : null,
+    search: asks && tab === "fit" ? searchOf(fields) : null,
+  };
+}
+
+/** What the fit tab is to look for. */
+function searchOf(fields) {
+  const found = fields.get("find");
+  const [hours, tokens] = BUDGET.map((key) => (fields.has(key) ? read(fields.get(key)) : undefined));
+  return { find: FINDS.includes(found) ? found : "same", hours: found === "budget" ? hours : 24, tokens };
 }
 
 /** A value of a link or a field: a number or a word, as --key=value takes them; a text stays one, "007" too. */

@@ -1,4 +1,5 @@
-// The runs that are looked at, kept up to date by server-sent events.
+// @ts-check
+// The runs that are looked at, kept up to date by server-sent events (hub.js).
 
 import { signal } from "./html.js";
 import { get, Refused } from "./api.js";
@@ -6,13 +7,13 @@ import { get, Refused } from "./api.js";
 const EVERY_MS = 3000; // how often the list of runs is looked at
 const GROWING = new Set(["running", "planned"]);
 
-const AT_REST = { close() {} }; // stands for the stream of a run that does not grow, or cannot be read
+const AT_REST = {}; // of a run that does not grow, or cannot be read
 
 export const folder = signal(null); // {folder, runs}
 export const lost = signal([]); // what went wrong with the list
 export const failures = signal({}); // name → what went wrong with a run
 const runs = new Map(); // name → signal of a run, or null while it is fetched
-const streams = new Map(); // name → EventSource, or what stands for one
+const places = new Map(); // name → {run, position, number} of a run that grows
 
 export const runOf = (name) => {
   if (!runs.has(name)) runs.set(name, signal(null));
@@ -23,46 +24,73 @@ const address = (name, rest = "") => `/api/runs/${encodeURIComponent(name)}${res
 
 /** Look at these runs from now on, and at no others. */
 export function watch(names) {
-  for (const [name, stream] of streams) {
-    if (!names.includes(name)) {
-      stream.close();
-      streams.delete(name);
-    }
-  }
-  names.filter((name) => !streams.has(name)).forEach(open);
+  for (const name of places.keys()) if (!names.includes(name)) places.delete(name);
+  names.filter((name) => !places.has(name)).forEach(open);
+  tell();
 }
 
 async function open(name) {
-  const run = runOf(name);
-  const place = { close() {} }; // taken while the run is fetched
-  streams.set(name, place);
+  const place = {}; // taken while the run is fetched
+  places.set(name, place);
   const found = await fetched(name);
-  if (streams.get(name) !== place) return;
-  if (found) run.value = found;
-  if (!found || !GROWING.has(found.state)) {
-    streams.set(name, AT_REST);
-    return;
+  if (places.get(name) !== place) return;
+  if (found) runOf(name).value = found;
+  fetches += 1;
+  const grows = found && GROWING.has(found.state);
+  places.set(name, grows ? { run: name, position: found.position, number: fetches } : AT_REST);
+  tell();
+}
+
+let fetches = 0; // an event carries the number of the fetch that it goes on from
+let port = null;
+let told = "[]";
+
+/** Tell the one who listens to the server which runs grow. Where each has got to, it knows itself. */
+function tell() {
+  const now = JSON.stringify([...places.values()].filter(({ number }) => number !== undefined));
+  if (now === told) return;
+  told = now;
+  port ??= connect();
+  port.postMessage(JSON.parse(now));
+}
+
+function connect() {
+  let found;
+  if (window.SharedWorker) {
+    found = new SharedWorker("/static/js/worker.js", { type: "module", name: "oomph" }).port;
+  } else {
+    const { port1, port2 } = new MessageChannel();
+    import("./hub.js").then(({ serve }) => serve(port2));
+    found = port1;
   }
-  const stream = new EventSource(address(name, `/events?from=${found.offset ?? 0}`));
-  streams.set(name, stream);
-  const rest = () => {
-    stream.close();
-    if (streams.get(name) === stream) streams.set(name, AT_REST);
-  };
-  stream.addEventListener(
-    "metrics",
-    ({ data }) => (run.value = { ...run.value, metrics: grown(run.value.metrics, JSON.parse(data)) }),
-  );
-  stream.addEventListener("state", ({ data }) => {
-    const { state, result, steps } = JSON.parse(data);
-    run.value = { ...run.value, state, steps: steps ?? run.value.steps, result: result ?? run.value.result };
-    if (!GROWING.has(state)) rest();
-  });
-  stream.addEventListener("reset", () => {
-    rest();
-    open(name);
-  });
-  stream.addEventListener("error", () => stream.readyState === EventSource.CLOSED && rest());
+  found.onmessage = ({ data }) => take(data);
+  window.addEventListener("pagehide", () => found.postMessage([]));
+  window.addEventListener("pageshow", ({ persisted }) => persisted && again());
+  return found;
+}
+
+/** Fetch anew what grew: the page was away. */
+function again() {
+  told = "[]";
+  for (const [name, { number }] of [...places]) if (number !== undefined) open(name);
+}
+
+function take({ kind, run: name, number, data }) {
+  const run = runOf(name);
+  if (places.get(name)?.number !== number) return;
+  if (kind === "metrics") run.value = { ...run.value, metrics: grown(run.value.metrics, data) };
+  if (kind === "state") {
+    const { state, reason, result, steps } = data;
+    run.value = { ...run.value, state, reason, steps: steps ?? run.value.steps, result: result ?? run.value.result };
+    if (!GROWING.has(state)) rest(name);
+  }
+  if (kind === "reset") open(name);
+  if (kind === "lost") rest(name);
+}
+
+function rest(name) {
+  places.set(name, AT_REST);
+  tell();
 }
 
 /** A run as it stands; null where it cannot be had, and why is told. */
@@ -81,7 +109,7 @@ async function fetched(name) {
 /** Look again at runs at rest that have changed since: one that stopped may go on, one that was silent may speak. */
 function wake(listed) {
   for (const now of listed) {
-    if (streams.get(now.name) !== AT_REST) continue;
+    if (places.get(now.name) !== AT_REST) continue;
     const run = runOf(now.name).peek();
     if (!run || now.state !== run.state || now.updated !== run.updated) open(now.name);
   }

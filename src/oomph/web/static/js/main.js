@@ -1,3 +1,4 @@
+// @ts-check
 // The frame of the page: its tabs, its look, and what is dropped on it.
 
 import { classes, html, render, useEffect, useState } from "./html.js";
@@ -9,9 +10,9 @@ import { takeFile } from "./knobs.js";
 import { toHash } from "./link.js";
 import { PROGRAMS } from "./parts.js";
 import { PlanView } from "./plan.js";
-import { direction, scheme, turnDirection, turnScheme } from "./preferences.js";
+import { scheme, turnScheme } from "./preferences.js";
 import { RunsView } from "./runs.js";
-import { begin, chosenRuns, known, notice, plans, question, tab } from "./state.js";
+import { begin, busy, chosenRuns, known, notice, plans, problems, question, search, tab } from "./state.js";
 import { Tip } from "./tip.js";
 
 const VIEWS = {
@@ -43,15 +44,13 @@ function Page() {
       </nav>
       <div class="tools">
         <button type="button" class="tool" onClick=${share} title="copy a link to this page as it stands">Share</button>
-        <button type="button" class="tool" onClick=${turnDirection} aria-pressed=${direction.value === "rtl"}
-          title="right to left" aria-label="Right to left">⇄</button>
         <button type="button" class="tool" onClick=${turnScheme} aria-pressed=${scheme.value === "dark"}
           title="light or dark" aria-label="Dark">
           ${scheme.value === "dark" ? "☀" : "☾"}
         </button>
       </div>
     </header>
-    <main id="main" tabindex="-1"><${View} /></main>
+    <main id="main" tabindex="-1"><h1 class="hidden">${name}</h1><${View} /></main>
     <${Footer} />
     <${Pocket} />
     <${Notice} />
@@ -60,7 +59,7 @@ function Page() {
 }
 
 async function share() {
-  const hash = await toHash(tab.value, question.value, chosenRuns.value);
+  const hash = await toHash(tab.value, question.value, chosenRuns.value, search.value);
   await copy(`${window.location.origin}${window.location.pathname}${hash}`);
   notice.value = { text: "Link copied: it holds the whole plan" };
 }
@@ -78,9 +77,9 @@ function Footer() {
 
 /** On a phone the verdict stays in sight while the knobs are turned. */
 function Pocket() {
-  if (tab.value !== "plan" || !plans.value) return null;
+  if (tab.value !== "plan" || !plans.value || problems.value.length) return null;
   return html`
-    <div class="pocket" aria-hidden="true">
+    <div class=${classes("pocket", busy.value && "stale")} aria-hidden="true">
       ${Object.entries(plans.value).map(
         ([name, { memory }]) => html`
         <span key=${name} class=${memory.fits === false ? "no" : "yes"}>
@@ -127,7 +126,7 @@ function DropTarget() {
       setOver(false);
       const [file] = event.dataTransfer.files;
       if (!file) return;
-      const isConfig = /\.(py|toml|json)$/i.test(file.name);
+      const isConfig = /\.(py|toml|json|ya?ml)$/i.test(file.name);
       if (tab.value === "explain" || !isConfig) {
         tab.value = "explain";
         takeLog(file);
@@ -136,6 +135,7 @@ function DropTarget() {
         takeFile(file);
       }
     };
+    /** @type {[string, (event: any) => void][]} */
     const listeners = [
       ["dragover", drag],
       ["dragleave", leave],

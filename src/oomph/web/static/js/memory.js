@@ -1,9 +1,12 @@
+// @ts-check
 // What fills the memory: a bar for each program against the card's line, and the figures under it.
 
 import { classes, html } from "./html.js";
 import { integer, mib, percent, ticks } from "./format.js";
-import { PROGRAMS, Swatch, colourOf, isUnused, lit, partsOf, pointing } from "./parts.js";
+import { PROGRAMS, Swatch, colourOf, inkOn, isUnused, lit, partsOf, pointing } from "./parts.js";
 import { hideTip, showTip } from "./tip.js";
+
+const LABELLED = 0.07; // of the width: a part narrower than that is named by the table alone
 
 const share = (value, full) => `${(100 * value) / full}%`;
 
@@ -62,7 +65,9 @@ function Bar({ name, plan, full, chosen }) {
                 [null, PROGRAMS[name], `${mib(size)} MiB`],
                 [null, "of its total", percent(size / memory.total_mib)],
               ])}
-            onPointerOut=${hideTip}></div>`,
+            onPointerOut=${hideTip}>
+            ${size / full > LABELLED && html`<span class="segment-name" style=${{ color: inkOn(part) }}>${part}</span>`}
+          </div>`,
         )}
         ${
           over > 0 &&

@@ -1,4 +1,5 @@
-// Settings that fit, as a table: sorted by a click on a column, taken over by a click on a row.
+// @ts-check
+// Settings that fit, as a table: sorted by a click on a column; a row opens, and can be applied or downloaded.
 
 import { classes, html, useState } from "./html.js";
 import { hours, integer, mib, setting } from "./format.js";
@@ -7,6 +8,7 @@ import { PROGRAMS } from "./parts.js";
 const KINDS = { same: "the same mathematics", nearly: "nearly the same", different: "another run" };
 
 // [heading, what it is sorted by, largest first]
+/** @type {[string, (option: any) => any, boolean][]} */
 const COLUMNS = [
   ["", (option) => option.rank, false],
   ["Setting", (option) => option.name, false],
@@ -16,10 +18,12 @@ const COLUMNS = [
   ["Left, MiB", (option) => option.headroom_mib ?? 0, true],
   ["Tokens/s", (option) => option.tokens_per_s ?? 0, true],
   ["The run", (option) => option.hours ?? Infinity, false],
-  ["Effect on training", (option) => Object.keys(KINDS).indexOf(option.kind), false],
+  ["Training", (option) => Object.keys(KINDS).indexOf(option.kind), false],
 ];
 
-export function Options({ options, best, safest, capacity, onTake, caption }) {
+export function Options({ options, best, safest, capacity, onApply, onDownload, caption, lit, onLit, few }) {
+  const [all, setAll] = useState(few === undefined);
+  const [open, setOpen] = useState(best ?? null); // the row that tells more
   const [by, setBy] = useState({ column: 0, turned: false });
   const ranked = options.map((option, rank) => ({ ...option, rank }));
   const [, key, largestFirst] = COLUMNS[by.column];
@@ -45,45 +49,37 @@ export function Options({ options, best, safest, capacity, onTake, caption }) {
           )}
         </tr></thead>
         <tbody>
-          ${rows.map(
+          ${rows.slice(0, all ? rows.length : few).map(
             (option) => html`<${Row} key=${option.rank} option=${option} isBest=${option.rank === best}
-            isSafest=${option.rank === safest} capacity=${capacity} full=${full} onTake=${onTake} />`,
+            isSafest=${option.rank === safest} capacity=${capacity} full=${full} isOpen=${open === option.rank}
+            isLit=${lit === option.rank} onLit=${onLit} onApply=${onApply} onDownload=${onDownload}
+            onTurn=${() => setOpen(open === option.rank ? null : option.rank)} />`,
           )}
         </tbody>
       </table>
+      ${
+        !all &&
+        rows.length > few &&
+        html`<button type="button" class="quiet" onClick=${() => setAll(true)}>all ${rows.length} settings</button>`
+      }
     </div>`;
 }
 
 const compare = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
 
-function Row({ option, isBest, isSafest, capacity, full, onTake }) {
-  const {
-    rank,
-    name,
-    changes,
-    trainer,
-    patched,
-    fits,
-    total_mib,
-    headroom_mib,
-    batch_size,
-    gradient_accumulation_steps,
-    tokens_per_s,
-    hours: run,
-    effect,
-    reason,
-    kind,
-  } = option;
+function Row({ option, isBest, isSafest, isOpen, isLit, capacity, full, onTurn, onLit, onApply, onDownload }) {
+  const { rank, name, changes, trainer, patched, fits, total_mib, headroom_mib, tokens_per_s, hours: run } = option;
   const told = Object.entries(changes).filter(([key]) => key !== "trainer");
-  const words = reason.charAt(0).toUpperCase() + reason.slice(1);
+  const look = classes(isBest && "best", !fits && "no", isLit && "lit", isOpen && "open");
+  const light = (at) => () => onLit?.(at);
   return html`
-    <tr class=${classes(isBest && "best", !fits && "no")} onClick=${() => onTake(option)}>
+    <tr class=${look} onClick=${onTurn} data-rank=${rank} onPointerEnter=${light(rank)} onPointerLeave=${light(null)}>
       <td class="rank">${rank + 1}</td>
       <td>
-        <div class="named"><button type="button" class="take" onClick=${(event) => {
+        <div class="named"><button type="button" class="take" aria-expanded=${isOpen} onClick=${(event) => {
           event.stopPropagation();
-          onTake(option);
-        }} title="take it over, and download the config">${name}</button>
+          onTurn();
+        }}>${name}</button>
         ${isBest && html`<span class="badge good">best</span>`}
         ${isSafest && html`<span class="badge">safest</span>`}
         ${!fits && html`<span class="badge bad">does not fit</span>`}
@@ -94,7 +90,7 @@ function Row({ option, isBest, isSafest, capacity, full, onTake }) {
         </div>
       </td>
       <td>${PROGRAMS[trainer]}${patched && html`<div class="soft">with its patch</div>`}</td>
-      <td class="number"><bdi>${integer(batch_size)} × ${integer(gradient_accumulation_steps)}</bdi></td>
+      <td class="number"><bdi>${integer(option.batch_size)} × ${integer(option.gradient_accumulation_steps)}</bdi></td>
       <td class="number memory">
         ${mib(total_mib)}
         <span class="phone"> MiB</span>
@@ -106,10 +102,25 @@ function Row({ option, isBest, isSafest, capacity, full, onTake }) {
       <td class="number">${mib(headroom_mib)}</td>
       <td class="number">${integer(tokens_per_s)}</td>
       <td class="number"><bdi>${hours(run)}</bdi></td>
-      <td class="effect">
-        <span class=${`kind ${kind}`}>${KINDS[kind]}</span>
-        ${` ${effect.replace(/^none: /, "")}. `}
-        <span class="soft">${words}.</span>
-      </td>
-    </tr>`;
+      <td class="kinds"><span class=${`kind ${option.kind}`}>${KINDS[option.kind]}</span></td>
+    </tr>
+    ${isOpen && html`<${More} option=${option} onApply=${onApply} onDownload=${onDownload} />`}`;
+}
+
+const sentenceOf = (words) => `${words.charAt(0).toUpperCase()}${words.slice(1)}.`;
+
+/** What an opened row tells, and what can be done with it. */
+function More({ option, onApply, onDownload }) {
+  const { effect, reason, high_mib: high, saved_mib: saved, effective_batch: batch } = option;
+  return html`
+    <tr class="more-row"><td colspan=${COLUMNS.length}>
+      <p>${sentenceOf(effect.replace(/^none: /, ""))} ${sentenceOf(reason)}</p>
+      <p class="soft">
+        ${integer(batch)} sequences a step; at most ${mib(high)} MiB in 95 of 100 runs${saved > 0 ? `, ${mib(saved)} MiB less than as asked` : ""}.
+      </p>
+      <div class="actions">
+        <button type="button" class="button" onClick=${() => onApply(option)}>Apply</button>
+        ${onDownload && html`<button type="button" class="button plain" onClick=${() => onDownload(option)}>Download</button>`}
+      </div>
+    </td></tr>`;
 }

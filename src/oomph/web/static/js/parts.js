@@ -1,3 +1,4 @@
+// @ts-check
 // One colour for each thing that fills memory, the same in every picture, and the part the pointer is on.
 
 import { html, signal } from "./html.js";
@@ -8,6 +9,8 @@ const COLOURS = {
   gradients: "#76b7b2",
   "optimizer state": "#59a14f",
   "half copies of weights": "#9c755f",
+  "gathered parameters": "#79706e",
+  "communication buffers": "#d37295",
   activations: "#f28e2b",
   attention: "#edc948",
   "logits and loss": "#e15759",
@@ -21,13 +24,29 @@ export const PROGRAMS = {
   nanogpt: "nanoGPT",
   oomph: "oomph train",
   hf: "transformers' Trainer",
+  trl: "TRL's SFTTrainer",
   torch: "a plain PyTorch loop",
   nanochat: "nanochat",
+  torchtitan: "torchtitan",
+  torchtune: "torchtune",
+  litgpt: "litgpt",
+  unsloth: "Unsloth",
 };
 export const lit = signal(null); // the part that is pointed at, wherever it is drawn
 
 export const colourOf = (part) => COLOURS[part] ?? OTHER;
 export const isUnused = (part) => part.startsWith("reserved");
+
+/** Black or white, whichever is read better on a part's colour. */
+export function inkOn(part) {
+  if (isUnused(part)) return "var(--ink)";
+  const channel = (at) => {
+    const share = parseInt(colourOf(part).slice(at, at + 2), 16) / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  };
+  const luminance = 0.2126 * channel(1) + 0.7152 * channel(3) + 0.0722 * channel(5);
+  return luminance > 0.179 ? "#000" : "#fff"; // where both contrast alike
+}
 
 /** What a plan's total is made of: the buffers at the peak, what the allocator keeps beside them, the context. */
 export function partsOf(memory, kind) {

@@ -1,27 +1,62 @@
+// @ts-check
 // The planner: the verdict first, then what fills the memory, when, and what the run takes.
 
-import { classes, html } from "./html.js";
-import { copy } from "./api.js";
-import { count, figure, hours, integer, mib, milliseconds, money, percent, power } from "./format.js";
-import { Card, Knobs, Source } from "./knobs.js";
+import { classes, html, useEffect, useState } from "./html.js";
+import { copy, download, post, Refused } from "./api.js";
+import { count, figure, hours, integer, mib, milliseconds, money, percent, power, withArticle } from "./format.js";
+import { Fixes } from "./fixes.js";
+import { Card } from "./card.js";
+import { Knobs, Source } from "./knobs.js";
 import { MemoryBars, PartsTable } from "./memory.js";
 import { PROGRAMS } from "./parts.js";
-import { answer, ask, known, notice, plans, problems, question, tookMs } from "./state.js";
-import { Timeline } from "./timeline.js";
+import {
+  answer,
+  ask,
+  askPlanner,
+  busy,
+  cancel,
+  cancelled,
+  known,
+  notice,
+  plans,
+  problems,
+  question,
+  tookMs,
+} from "./state.js";
+import { Timeline, moment } from "./timeline.js";
 
 export function PlanView() {
   const found = answer.value;
   return html`
     <div class="planner">
-      <aside class="inputs"><${Source} /><${Card} /></aside>
-      <aside class=${classes("inputs turn", !found && "stale")}><${Knobs} /></aside>
-      <div class=${classes("results", problems.value.length > 0 && "stale")}>
+      <aside class="inputs" aria-label="What is planned"><${Source} /><${Card} /></aside>
+      <aside class=${classes("inputs turn", !found && "stale")} aria-label="Knobs"><${Knobs} /></aside>
+      <div class=${classes("results", (problems.value.length > 0 || busy.value) && "stale")} aria-busy=${busy.value}>
+        ${busy.value && html`<${Slow} />`}
         ${found ? html`<${Result} found=${found} />` : html`<${Waiting} />`}
       </div>
     </div>`;
 }
 
-const Waiting = () => (problems.value.length ? null : html`<p class="waiting">planning…</p>`);
+function Waiting() {
+  if (problems.value.length || busy.value) return null;
+  return html`<p class="waiting">${cancelled.value ? "Not planned. " : "planning…"}
+    ${cancelled.value && html`<button type="button" class="button plain" onClick=${askPlanner}>Plan it</button>`}</p>`;
+}
+
+const SLOW_MS = 1000;
+
+/** After a while the wait is told, and can be ended. */
+function Slow() {
+  const [late, setLate] = useState(false);
+  useEffect(() => {
+    const timer = setTimeout(() => setLate(true), SLOW_MS);
+    return () => clearTimeout(timer);
+  }, []);
+  if (!late) return null;
+  return html`<p class="searching" role="status"><span class="spin" aria-hidden="true"></span>planning…
+    <button type="button" class="quiet" onClick=${cancel}>cancel</button></p>`;
+}
 
 function Result({ found }) {
   const chosen = found.plan.config.trainer;
@@ -29,16 +64,19 @@ function Result({ found }) {
   const dashed = found.other_timeline ? `; dashed: ${PROGRAMS[chosen === "oomph" ? "nanogpt" : "oomph"]}` : "";
   const beside = `allocated, by what holds it${dashed}`;
   return html`
+    <${Opening} plan=${found.plan} other=${found.other} />
+    ${found.summary.warning && html`<p class="qualified" role="note">${found.summary.warning}.</p>`}
     <${Headline} found=${found} />
     <${Verdicts} both=${both} chosen=${chosen} />
     <${MemoryBars} plans=${both} chosen=${chosen} />
+    ${found.plan.memory.fits === false && html`<${Fixes} plan=${found.plan} />`}
     <section class="block" aria-labelledby="over-time">
       <h2 id="over-time">${PROGRAMS[chosen]} over one step <span class="soft">${beside}</span></h2>
       <${Timeline} timeline=${found.timeline} otherTimeline=${found.other_timeline} plan=${found.plan} />
     </section>
     <div class="columns">
       <section class="block"><h2>What fills it</h2><${PartsTable} plans=${both} /></section>
-      <section class="block"><h2>Held at the peak</h2><${Holders} peak=${found.timeline.peak} /></section>
+      <${Held} peak=${found.timeline.peak} />
     </div>
     <div class="columns">
       <section class="block"><h2>Time and money</h2><${Needs} both=${both} /></section>
@@ -48,7 +86,52 @@ function Result({ found }) {
       </div>
     </div>
     <section class="block"><h2>In words</h2><${Facts} facts=${found.summary?.facts ?? []} /></section>
-    <${Command} />`;
+    <${Command} />
+    <${Files} />`;
+}
+
+const gib = (mib) => (mib / 1024).toFixed(1);
+
+/** Said of a verdict that the prediction's error could turn. */
+const unsure = ({ capacity_mib: room, low_mib: low, high_mib: high }) =>
+  room && low <= room && room < high ? ", not surely" : "";
+
+/** The answer in a sentence or two. */
+function Opening({ plan, other }) {
+  const { memory, device, model, config } = plan;
+  const { total_mib: need, capacity_mib: room, headroom_mib: left } = memory;
+  const name = question.value.preset ?? config.model_type;
+  const run = `${name}, ${count(model.params_nanogpt)} parameters, under ${PROGRAMS[config.trainer]}`;
+  const needs = room ? `needs ${gib(need)} of ${gib(room)} GiB on ${withArticle(device.name.replace(/^GeForce /, ""))}` : `needs ${gib(need)} GiB`;
+  const verdict = memory.fits === undefined ? "" : ` and ${memory.fits ? "fits" : "does not fit"}${unsure(memory)}`;
+  const costs = ({ time, energy }) =>
+    `${time ? `${hours(time.hours)}` : ""}${time && energy ? `, ${money(energy.cost, energy.currency)} of power` : ""}`;
+  const helps = memory.fits === false && other?.memory.fits;
+  const spare = other?.memory.headroom_mib;
+  return html`
+    <p class="opening">${run}, ${needs}${verdict}${memory.fits !== false && costs(plan) ? `: ${costs(plan)}` : ""}.
+      ${memory.fits && left !== undefined ? ` ${gib(left)} GiB are left.` : ""}
+      ${helps ? ` ${PROGRAMS[other.config.trainer]} fits with ${gib(spare)} GiB to spare${costs(other) ? `: ${costs(other)}` : ""}.` : ""}
+    </p>`;
+}
+
+/** The picture and the snapshot of this plan, as files. */
+function Files() {
+  const fetchFile = (verb, type) => async () => {
+    try {
+      const { name, text, content } = await post(`/api/${verb}`, question.value);
+      download(name, text ?? Uint8Array.from(atob(content), (each) => each.charCodeAt(0)), type);
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      notice.value = { text: error.message };
+    }
+  };
+  const snapshot = fetchFile("snapshot", "application/octet-stream");
+  return html`
+    <div class="actions">
+      <button type="button" class="quiet" onClick=${fetchFile("picture", "image/svg+xml")}>picture (SVG)</button>
+      <button type="button" class="quiet" onClick=${snapshot} title="for pytorch.org/memory_viz">memory snapshot</button>
+    </div>`;
 }
 
 const TOOK = "from the change to the answer";
@@ -83,7 +166,7 @@ function Verdict({ name, plan, chosen }) {
   const { memory, time, energy, device } = plan;
   const fits = memory.fits;
   const left = memory.headroom_mib;
-  const word = fits === undefined ? "no limit known" : fits ? "fits" : "does not fit";
+  const word = fits === undefined ? "no limit known" : `${fits ? "fits" : "does not fit"}${unsure(memory)}`;
   return html`
     <label class=${classes("verdict", chosen && "chosen", fits === false ? "no" : "yes")} data-program=${name}>
       <input type="radio" name="program" value=${name} checked=${chosen} onChange=${() => ask({ trainer: name })} />
@@ -117,6 +200,20 @@ const Left = ({ left, capacity }) =>
     : html`<b>${mib(-left)}</b> too many for ${mib(capacity)}`;
 
 /** The largest buffers alive at the fullest moment: the peak's owners. */
+/** What is alive at the peak, or at the moment of the timeline that was clicked. */
+function Held({ peak }) {
+  const at = moment.value;
+  return html`
+    <section class="block" aria-live="polite" aria-busy=${at?.holders === null}>
+      <h2>${at ? "Held at the moment you clicked" : "Held at the peak"}
+        ${at && html` <button type="button" class="quiet" onClick=${() => (moment.value = null)}>the peak again</button>`}
+      </h2>
+      ${at && html`<p class="aside">${at.op}${at.holders === null ? "…" : `: ${mib(at.mib)} MiB`}</p>`}
+      ${at?.problem && html`<p class="problem" role="alert">${at.problem}</p>`}
+      <${Holders} peak=${at ? { holders: at.holders ?? [] } : peak} />
+    </section>`;
+}
+
 function Holders({ peak }) {
   const most = Math.max(...peak.holders.map(({ mib: size }) => size), 1);
   return html`
@@ -134,6 +231,7 @@ function Holders({ peak }) {
 }
 
 // [label, what a plan says of it, what it means]
+/** @type {[string, (plan: any) => any, string][]} */
 const NEEDS = [
   ["a step", ({ time }) => time && milliseconds(time.step_ms), "one optimizer step, all its micro-steps"],
   ["tokens a second", ({ time }) => time && integer(time.tokens_per_s), "over all devices"],
@@ -171,16 +269,15 @@ function rent({ rent: given, rent_usd_low: low, rent_usd_high: high, currency })
 
 function Needs({ both }) {
   const shown = Object.keys(PROGRAMS).filter((name) => both[name]);
-  const rows = NEEDS.map(([label, say, meaning]) => [label, meaning, shown.map((name) => say(both[name]))]).filter(
-    ([, , values]) => values.some(Boolean),
-  );
+  const told = NEEDS.map(([label, say, meaning]) => ({ label, meaning, values: shown.map((name) => say(both[name])) }));
+  const rows = told.filter(({ values }) => values.some(Boolean));
   return html`
     <table class="figures">
       <thead>
-        <tr><th></th>${shown.map((name) => html`<th scope="col" class="number">${PROGRAMS[name]}</th>`)}</tr>
+        <tr><td></td>${shown.map((name) => html`<th scope="col" class="number">${PROGRAMS[name]}</th>`)}</tr>
       </thead>
       <tbody>${rows.map(
-        ([label, meaning, values]) => html`
+        ({ label, meaning, values }) => html`
         <tr key=${label} title=${meaning}>
           <th scope="row">${label}</th>
           ${values.map((value) => html`<td class="number"><bdi>${value || "–"}</bdi></td>`)}
@@ -201,7 +298,7 @@ function Paces({ paces }) {
     <table class="figures">
       <thead>
         <tr>
-          <th></th>
+          <td></td>
           <th scope="col" class="number">a step</th>
           <th scope="col" class="number">tokens/s</th>
           <th scope="col" class="number">the run</th>

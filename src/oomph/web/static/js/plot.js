@@ -1,3 +1,4 @@
+// @ts-check
 // One line chart, drawn by uPlot: units on the axes, exact values in its legend wherever the pointer is.
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./html.js";
@@ -28,6 +29,10 @@ export function Plot({ title, unit, lines, say, x, reference, fromZero }) {
   levelNow.current = level;
   const widthNow = useRef(width); // the chart is made later than it is asked for
   widthNow.current = width;
+  const zoom = useRef(null); // {min, max} along x, once the user has chosen some
+  const over = useRef(x.label);
+  if (over.current !== x.label) zoom.current = null; // steps are no hours
+  over.current = x.label;
   const data = useMemo(() => joined(lines), [lines]);
   const shape = JSON.stringify([
     lines.map(({ label, colour: stroke, faint, dots, dash }) => [label, stroke, faint, dots, dash]),
@@ -41,10 +46,11 @@ export function Plot({ title, unit, lines, say, x, reference, fromZero }) {
     loaded().then((UPlot) => {
       if (gone) return;
       chart.current = new UPlot(
-        options({ width: widthNow.current, lines, x, say, fromZero, levelNow, setAt }),
+        options({ width: widthNow.current, lines, x, fromZero, levelNow, setAt, zoom }),
         data,
         target.current,
       );
+      if (zoom.current) chart.current.setScale("x", zoom.current);
     });
     return () => {
       gone = true;
@@ -52,7 +58,10 @@ export function Plot({ title, unit, lines, say, x, reference, fromZero }) {
       chart.current = null;
     };
   }, [shape, scheme.value]);
-  useEffect(() => chart.current?.setData(data), [data, level]);
+  useEffect(() => {
+    chart.current?.setData(data, !zoom.current); // what was zoomed into stays in sight
+    if (zoom.current) chart.current?.setScale("x", zoom.current);
+  }, [data, level]);
   useLayoutEffect(() => chart.current?.setSize({ width, height: HEIGHT }), [width]);
 
   return html`
@@ -76,7 +85,8 @@ export function Plot({ title, unit, lines, say, x, reference, fromZero }) {
         </span>
         <span class="soft where">${at === null ? "" : `${x.say(data[0][at])}`}</span>
       </figcaption>
-      <div ref=${place} class="plot-place" dir="ltr"><div ref=${target}></div></div>
+      <div ref=${place} class="plot-place" dir="ltr" role="img" aria-label=${`${title}${unit ? `, ${unit}` : ""}, over ${x.label}`}
+        data-zoomed=${zoom.current !== null}><div ref=${target}></div></div>
     </figure>`;
 }
 
@@ -109,7 +119,7 @@ function valueAt(data, column, at) {
   return null;
 }
 
-function options({ width, lines, x, say, fromZero, levelNow, setAt }) {
+function options({ width, lines, x, fromZero, levelNow, setAt, zoom }) {
   const ink = colour("--ink-3");
   const axis = {
     stroke: ink,
@@ -156,6 +166,13 @@ function options({ width, lines, x, say, fromZero, levelNow, setAt }) {
       })),
     ],
     hooks: {
+      setScale: [
+        (plot, axis) => {
+          const all = plot.data[0];
+          const { min, max } = plot.scales.x;
+          if (axis === "x" && all.length) zoom.current = min > all[0] || max < all.at(-1) ? { min, max } : null;
+        },
+      ],
       setCursor: [(plot) => setAt(plot.cursor.idx ?? null)],
       draw: [(plot) => drawLevel(plot, levelNow.current)],
     },

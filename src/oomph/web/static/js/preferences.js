@@ -1,4 +1,5 @@
-// How the page looks: light or dark, left to right or right to left. Kept in this browser.
+// @ts-check
+// How the page looks: light or dark, kept in this browser; from left to right or right to left, as its language runs.
 
 import { effect, signal } from "./html.js";
 
@@ -20,7 +21,9 @@ const asked = new URLSearchParams(window.location.search);
 const oneOf = (value, allowed, otherwise) => (allowed.includes(value) ? value : otherwise);
 const system = window.matchMedia("(prefers-color-scheme: dark)");
 
-export const direction = signal(oneOf(asked.get("dir") ?? stored("dir"), ["ltr", "rtl"], "ltr"));
+const FROM_THE_RIGHT = /^(ar|arc|ckb|dv|fa|ha-arab|he|iw|ks|ps|sd|ug|ur|yi)\b/i;
+document.documentElement.dir = FROM_THE_RIGHT.test(navigator.language) ? "rtl" : "ltr";
+
 export const scheme = signal(
   oneOf(asked.get("theme") ?? stored("theme"), ["light", "dark"], system.matches ? "dark" : "light"),
 );
@@ -29,17 +32,11 @@ system.addEventListener("change", ({ matches }) => {
   if (!stored("theme")) scheme.value = matches ? "dark" : "light";
 });
 
-export function turnDirection() {
-  direction.value = direction.value === "rtl" ? "ltr" : "rtl";
-  store("dir", direction.value);
-}
-
 export function turnScheme() {
   scheme.value = scheme.value === "dark" ? "light" : "dark";
   store("theme", scheme.value);
 }
 
 effect(() => {
-  document.documentElement.dir = direction.value;
   document.documentElement.dataset.theme = scheme.value;
 });

@@ -1,3 +1,4 @@
+// @ts-check
 // Runs: the folders of oomph train as they grow; one against its plan, several against each other.
 
 import { classes, html, signal, useEffect, useMemo, useRef } from "./html.js";
@@ -21,7 +22,7 @@ import {
 } from "./format.js";
 import { failures, folder, keepListing, lost, runOf, watch } from "./live.js";
 import { LINES, Plot } from "./plot.js";
-import { chosenRuns } from "./state.js";
+import { chosenRuns, silently } from "./state.js";
 
 const AXES = [
   ["step", "steps"],
@@ -56,7 +57,7 @@ export function RunsView() {
   }, [chosen.join("\n")]);
   const picked = useRef(false); // the newest is shown until the user picks another, or none
   useEffect(() => {
-    if (!picked.current && !chosen.length && listed?.runs.length) chosenRuns.value = [listed.runs[0].name];
+    if (!picked.current && !chosen.length && listed?.runs.length) silently(() => (chosenRuns.value = [listed.runs[0].name]));
     picked.current ||= chosen.length > 0;
   }, [listed?.runs.length, chosen.length]);
   const wrong = new Set([...lost.value, ...chosen.flatMap((name) => failures.value[name] ?? [])].map(sentence));
@@ -104,7 +105,7 @@ function List({ listed, chosen }) {
           <input type="checkbox" class="tick" aria-label=${`compare ${run.name}`} checked=${chosen.includes(run.name)}
             onChange=${(event) => turn(run.name, event.target.checked)} />
           <button type="button" onClick=${() => (chosenRuns.value = [run.name])}>
-            <span class="run-name"><bdi>${run.name}</bdi><span class=${`state ${run.state}`}>${run.state}</span></span>
+            <span class="run-name"><bdi>${run.name}</bdi><span class=${`state ${run.state}`} title=${run.reason}>${run.state}</span></span>
             <span class="soft">
               ${lossOf(run)} · step ${integer(run.steps)}
               ${run.max_iters ? ` of ${integer(run.max_iters)}` : ""}
@@ -123,8 +124,8 @@ function lossOf(run) {
   return isNumber(run.loss) ? `loss ${loss(run.loss)}` : "no loss yet";
 }
 
+const WINDOW = 20; // logged steps whose pace is told
 const last = (column = []) => column.findLast(isNumber);
-const middle = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
 
 /** What a run's memory is held against: on a GPU what torch allocates; on a CPU the process, where that was measured. */
 function plannedMemory(plan) {
@@ -139,19 +140,35 @@ function memoryUnit(runs) {
   return onCpu === runs.length ? "MiB, the process" : "MiB; on a CPU, the process";
 }
 
+/** The pace of the latest steps: what a step takes, tokens a second and use of the device, all from the same steps. */
+function pace({ step, hours: at, tokens, step_ms: ms, mfu }) {
+  const end = step.length - 1;
+  const start = Math.max(0, end - WINDOW);
+  const took = (at[end] - at[start]) * 3600; // seconds of the steps after the first of them
+  const steps = step[end] - step[start];
+  if (!(took > 0) || !(steps > 0)) return { steps: end < 0 ? 0 : 1, ms: ms[end] };
+  const used = mfu.slice(start + 1).filter(isNumber);
+  return {
+    steps,
+    ms: (1000 * took) / steps,
+    tokensPerS: isNumber(tokens[end]) && isNumber(tokens[start]) ? (tokens[end] - tokens[start]) / took : undefined,
+    mfu: used.length ? used.length / used.reduce((sum, each) => sum + 1 / each, 0) : undefined, // by time
+  };
+}
+
 /** Where a run stands, and what is left of it at its latest pace. */
 function standing({ metrics, config, state, steps }) {
   const { columns, evals } = metrics;
   const step = Math.max(steps ?? 0, metrics.steps ?? 0);
   const most = config?.max_iters;
-  const pace = middle((columns.step_ms ?? []).filter(isNumber).slice(-20));
-  const left = state === "running" && most && pace ? Math.max(0, ((most - step) * pace) / 1000) : undefined;
+  const latest = pace(columns);
+  const left = state === "running" && most && latest.ms ? Math.max(0, ((most - step) * latest.ms) / 1000) : undefined;
   const best = evals.map((each) => each.val_loss).filter(isNumber);
   return {
     step,
     most,
     left,
-    pace,
+    latest,
     loss: last(columns.loss),
     val: evals.at(-1)?.val_loss,
     best: best.length ? Math.min(...best) : undefined,
@@ -164,16 +181,13 @@ function OneRun({ name }) {
   const plan = run.plan;
   const now = standing(run);
   const { columns } = run.metrics;
+  const { latest } = now;
   const figures = [
     ["loss", loss(now.loss), now.best === undefined ? "" : `val ${loss(now.val)}, best ${loss(now.best)}`],
-    ["a step", milliseconds(now.pace), against(plan?.time?.step_ms, now.pace, milliseconds)],
-    [
-      "tokens/s",
-      integer(last(columns.tokens_per_s)),
-      against(plan?.time?.tokens_per_s, last(columns.tokens_per_s), integer),
-    ],
+    ["a step", milliseconds(latest.ms), against(plan?.time?.step_ms, latest.ms, milliseconds)],
+    ["tokens/s", integer(latest.tokensPerS), against(plan?.time?.tokens_per_s, latest.tokensPerS, integer)],
     ["memory, MiB", mib(last(columns.memory_mib)), against(plannedMemory(plan), last(columns.memory_mib), mib)],
-    ["use of the device", percent(last(columns.mfu)), against(plan?.time?.mfu, last(columns.mfu), percent)],
+    ["use of the device", percent(latest.mfu), against(plan?.time?.mfu, latest.mfu, percent)],
     now.left === undefined
       ? [
           "took",
@@ -184,9 +198,10 @@ function OneRun({ name }) {
   ];
   return html`
     <header class="run-head" data-step=${now.step}>
-      <h1><bdi>${name}</bdi></h1>
+      <h2><bdi>${name}</bdi></h2>
       <span class=${`state ${run.state}`}>${run.state}</span>
       <span class="soft">step ${integer(now.step)}${now.most ? ` of ${integer(now.most)}` : ""}</span></header>
+    <${Alarms} run=${run} />
     ${
       now.most &&
       html`<progress class="progress" max=${now.most} value=${now.step} aria-label="steps done">
@@ -200,19 +215,31 @@ function OneRun({ name }) {
       </div>`,
       )}
     </dl>
-    ${
-      run.metrics.events.length > 0 &&
-      html`<ul class="notes events">
-      ${run.metrics.events.slice(-5).map(
-        ({
-          step,
-          event,
-        }) => html`<li>step ${integer(step)}: ${typeof event === "string" ? event : JSON.stringify(event)}
-      </li>`,
-      )}
-    </ul>`
-    }
+    ${latest.steps > 1 && html`<p class="aside">Pace over the last ${integer(latest.steps)} steps.</p>`}
     <${Plots} runs=${[run]} />`;
+}
+
+const MILD = new Set(["scale lowered"]); // happens in every run of float16
+
+/** What went wrong: why the run ended, and what it told of on its way, the newest first. */
+function Alarms({ run: { state, reason, metrics } }) {
+  const told = metrics.events.filter(({ event }) => !MILD.has(event));
+  const ended = state === "failed" || state === "stopped";
+  if (!told.length && !(ended && reason)) return null;
+  return html`
+    <section class="alarms" aria-label="Alarms">
+      ${ended && reason && html`<p class=${state === "failed" ? "problem" : "aside"} role="alert">${state}: ${reason}</p>`}
+      ${
+        told.length > 0 &&
+        html`<details open=${state === "running"}>
+        <summary>${told.length === 1 ? "1 alarm" : `${integer(told.length)} alarms`}</summary>
+        <ul class="notes">${told
+          .slice(-5)
+          .reverse()
+          .map(({ step, event, reason: why }) => html`<li>step ${integer(step)}: ${why || event}</li>`)}</ul>
+      </details>`
+      }
+    </section>`;
 }
 
 const against = (expected, found, say) =>
@@ -222,7 +249,7 @@ function SeveralRuns({ names }) {
   const runs = names.map((name) => runOf(name).value).filter(Boolean);
   const ended = runs.map(({ name, state }) => `${name} ${state}`).join("\n"); // made anew when a run ends
   return html`
-    <header class="run-head"><h1>${names.length} runs</h1></header>
+    <header class="run-head"><h2>${names.length} runs</h2></header>
     <${Plots} runs=${runs} />
     ${runs.length === names.length && html`<${Comparison} names=${names} fresh=${ended} />`}`;
 }

@@ -1,3 +1,4 @@
+// @ts-check
 // What the page knows: the question that is asked of the planner, and its answer. Everything drawn follows from these.
 
 import { batch, computed, effect, signal } from "./html.js";
@@ -5,15 +6,19 @@ import { get, post, Refused } from "./api.js";
 import { fromHash, toHash } from "./link.js";
 
 const LOOK_AGAIN_MS = 2000; // while this machine is being measured
+/** @type {{preset?: string, gpu?: string, set: Object<string, any>, [key: string]: any}} */
 const EXAMPLE = { preset: "gpt2", gpu: "GeForce RTX 4070", set: {} };
 
 export const tab = signal("plan");
 export const question = signal(EXAMPLE); // the body of POST /api/plan
 export const chosenRuns = signal([]); // names, in the runs tab
+export const search = signal({ find: "same", hours: 24, tokens: undefined }); // what the fit tab looks for
 export const known = signal({ gpus: [], keys: {}, presets: [], machine: null });
 
 export const answer = signal(null); // the last good plan: {plan, timeline, summary, keys}; of two programs also {other, other_timeline}
 export const problems = signal([]); // of the question as it stands; the last answer to the same config stays, dimmed
+export const busy = signal(false); // a plan is under way: what is drawn answers an older question
+export const cancelled = signal(false); // the question as it stands was given up
 export const tookMs = signal(null);
 export const notice = signal(null); // {text, undo?}: what was just done for the user
 
@@ -21,7 +26,7 @@ export const notice = signal(null); // {text, undo?}: what was just done for the
 
 /** Change parts of the question; undefined takes a part away. */
 export function ask(changes) {
-  question.value = clean({ ...question.value, ...changes });
+  question.value = { set: {}, ...clean({ ...question.value, ...changes }) };
 }
 
 /** Set config keys over the config; undefined gives a key back to it. */
@@ -84,11 +89,15 @@ let answered = null; // the question of the answer on the page
 let flights = []; // questions under way, {number, control}, the oldest first
 
 /** Ask at once. The oldest question goes on, so that a slider in motion draws something; those between are aborted. */
-async function askPlanner() {
+export async function askPlanner() {
   flights.slice(1).forEach(({ control }) => control.abort());
   asked += 1;
   const mine = { number: asked, control: new AbortController() };
   flights = [...flights.slice(0, 1), mine];
+  batch(() => {
+    busy.value = true;
+    cancelled.value = false;
+  });
   const started = performance.now();
   const asking = question.peek();
   try {
@@ -104,7 +113,18 @@ async function askPlanner() {
     else if (error.name !== "AbortError") throw error;
   } finally {
     flights = flights.filter((each) => each !== mine);
+    if (mine.number === asked) busy.value = false;
   }
+}
+
+/** Give the question up. No older answer stays. */
+export function cancel() {
+  flights.forEach(({ control }) => control.abort());
+  batch(() => {
+    cancelled.value = true;
+    answer.value = null;
+    problems.value = [];
+  });
 }
 
 /** Tell what is wrong. A plan of another config than the one asked about does not stay. */
@@ -123,25 +143,56 @@ function arrive({ number }, draw) {
 
 // --- the address ----------------------------------------------------------------------------
 
-let written = "";
-let timer = 0;
+// A committed change is an entry of the browser's history, so that Back undoes it. A slider in motion and a text being
+// typed are one entry each; what the page decides by itself is none.
 
-async function writeAddress() {
-  const hash = await toHash(tab.value, question.value, chosenRuns.value);
-  if (hash === window.location.hash) return;
-  written = hash;
-  history.replaceState(null, "", hash);
+const IN_MOTION = "input[type=range], textarea";
+let timer = 0;
+let gesture = null; // the control in motion that has an entry already
+let ended = false; // that control was let go
+let byItself = true;
+
+const hashNow = () => toHash(tab.value, question.value, chosenRuns.value, search.value);
+
+/** Change something without an entry of the history. */
+export function silently(change) {
+  byItself = true;
+  change();
+}
+
+/** Write what is asked, unless the user has gone elsewhere since: then what the address says comes first. */
+async function writeAddress(since) {
+  const hash = await hashNow();
+  const quietly = byItself;
+  byItself = false;
+  if (hash === window.location.hash || window.location.hash !== since) return;
+  const control = document.activeElement?.matches(IN_MOTION) ? document.activeElement : null;
+  const goesOn = control !== null && control === gesture;
+  gesture = ended ? null : control;
+  ended = false;
+  if (quietly || goesOn) history.replaceState(null, "", hash);
+  else history.pushState(null, "", hash);
+}
+
+function letGo() {
+  ended = gesture !== null;
 }
 
 async function readAddress() {
-  if (window.location.hash === written) return;
-  const found = await fromHash(window.location.hash, known.value.keys);
-  if (!found) return;
-  batch(() => {
-    tab.value = found.tab;
-    if (found.question) question.value = found.question;
-    if (found.tab === "runs") chosenRuns.value = found.runs;
-  });
+  clearTimeout(timer);
+  const here = window.location.hash;
+  if (here === (await hashNow())) return;
+  const found = await fromHash(here, known.value.keys);
+  if (!found || here !== window.location.hash) return; // the user has gone on
+  gesture = null;
+  silently(() =>
+    batch(() => {
+      tab.value = found.tab;
+      if (found.question) question.value = found.question;
+      if (found.search) search.value = found.search;
+      if (found.tab === "runs") chosenRuns.value = found.runs;
+    }),
+  );
 }
 
 /** Read the address, learn what the server knows, and keep answer and address in step with the question. */
@@ -152,12 +203,15 @@ export async function begin() {
   await asking[0].then(learnKeys, () => {}); // their kinds tell how a link's values are meant
   await readAddress();
   window.addEventListener("hashchange", readAddress);
+  document.addEventListener("change", letGo, true);
   follow();
   try {
     const [, gpus, presets] = await tables;
     known.value = { ...known.value, gpus, presets };
     const machine = await learnMachine();
-    if (question.value === EXAMPLE && machine.gpu && machine.gpu.kind !== "cpu") ask({ gpu: machine.gpu.name });
+    if (question.value === EXAMPLE && machine.gpu && machine.gpu.kind !== "cpu") {
+      silently(() => ask({ gpu: machine.gpu.name }));
+    }
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     problems.value = error.problems;
@@ -187,8 +241,8 @@ function follow() {
     if (tab.value === "plan" || tab.value === "fit") askPlanner();
   });
   effect(() => {
-    [tab.value, question.value, chosenRuns.value];
+    [tab.value, question.value, chosenRuns.value, search.value];
     clearTimeout(timer);
-    timer = setTimeout(writeAddress, 150);
+    timer = setTimeout(writeAddress, 150, window.location.hash);
   });
 }

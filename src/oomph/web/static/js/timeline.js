@@ -1,13 +1,34 @@
+// @ts-check
 // Allocated memory over one optimizer step: a stacked area by kind, the peak marked and named, the card's line.
 
-import { html, useLayoutEffect, useMemo, useRef, useState } from "./html.js";
+import { effect, html, signal, useLayoutEffect, useMemo, useRef, useState } from "./html.js";
+import { post, Refused } from "./api.js";
 import { integer, mib, ticks } from "./format.js";
 import { PROGRAMS, Swatch, colourOf, lit } from "./parts.js";
+import { answer, question } from "./state.js";
 import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 250;
 const MARGIN = { left: 56, right: 12, top: 26, bottom: 42 };
 const MIB = 2 ** 20;
+
+export const moment = signal(null); // {at, op, mib, holders}: what is alive at an operation that was picked
+effect(() => {
+  answer.value;
+  moment.value = null; // of another plan
+});
+
+/** Ask what is alive while that operation runs. */
+async function pickMoment(at, op) {
+  const mine = (moment.value = { at, op, holders: null });
+  try {
+    const found = await post("/api/moment", { ...question.value, at });
+    if (moment.value === mine) moment.value = { at, op: found.op, mib: found.bytes / MIB, holders: found.holders };
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    if (moment.value === mine) moment.value = { at, op, holders: [], problem: error.message };
+  }
+}
 
 /** The width an element is given, followed as it changes. */
 export function useWidth(initial = 800) {
@@ -36,7 +57,9 @@ export function Timeline({ timeline, plan, otherTimeline }) {
     setAt(null);
     hideTip();
   };
+  const pick = () => at !== null && pickMoment(points[at][0], ops[at]);
   const keys = (event) => {
+    if (event.key === "Enter") pick();
     const step = { ArrowRight: 1, ArrowLeft: -1, PageDown: 20, PageUp: -20 }[event.key];
     const peak = points.findIndex(([index]) => index === timeline.peak.index);
     const ends = { Home: 0, End: points.length - 1 }[event.key];
@@ -53,15 +76,20 @@ export function Timeline({ timeline, plan, otherTimeline }) {
   };
   const program = PROGRAMS[plan.config.trainer];
   const highest = `the peak is ${mib(plan.memory.allocated_mib)} MiB in ${timeline.peak.at}`;
-  const label = `Memory over one step of ${program}: ${highest}. The arrow keys read single operations.`;
+  const label = `Memory over one step of ${program}: ${highest}. The arrow keys read single operations, Enter tells what is alive.`;
   return html`
     <div class="timeline" ref=${place} dir="ltr">
       <svg width=${width} height=${HEIGHT} tabindex="0" role="img" aria-label=${label}
-        onPointerMove=${read} onPointerLeave=${leave} onKeyDown=${keys} onBlur=${leave}>
+        onPointerMove=${read} onClick=${pick} onPointerLeave=${leave} onKeyDown=${keys} onBlur=${leave}>
         <${Areas} timeline=${timeline} scale=${scale} />
         ${otherTimeline && html`<path class="outline" d=${outline(otherTimeline, scale)} />`}
         <${Axes} timeline=${timeline} scale=${scale} />
         <${Peak} timeline=${timeline} plan=${plan} scale=${scale} />
+        ${
+          moment.value &&
+          html`<line class="crosshair picked" x1=${scale.x(moment.value.at)} x2=${scale.x(moment.value.at)}
+          y1=${MARGIN.top} y2=${HEIGHT - MARGIN.bottom} />`
+        }
         ${
           at !== null &&
           html`<line class="crosshair" x1=${scale.x(points[at][0])} x2=${scale.x(points[at][0])}
@@ -189,10 +217,9 @@ function Peak({ timeline, plan, scale }) {
 }
 
 function tipRows({ points, kinds }, at) {
-  const rows = Object.entries(kinds)
-    .map(([name, column]) => [name, column[at] / MIB])
-    .filter(([, size]) => size > 0.05);
-  rows.sort((a, b) => b[1] - a[1]);
+  /** @type {[string, number][]} */
+  const sizes = Object.entries(kinds).map(([name, column]) => [name, column[at] / MIB]);
+  const rows = sizes.filter(([, size]) => size > 0.05).sort((a, b) => b[1] - a[1]);
   const shown = rows.slice(0, 8).map(([name, size]) => [html`<${Swatch} part=${name} />`, name, `${mib(size)} MiB`]);
   return [[null, "tensors", `${mib(points[at][1] / MIB)} MiB`], ...shown];
 }

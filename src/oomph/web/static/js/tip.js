@@ -1,3 +1,4 @@
+// @ts-check
 // The one tooltip: exact values of what the pointer is on.
 
 import { html, signal, useLayoutEffect, useRef } from "./html.js";

@@ -1,0 +1,1 @@
+"""A run on fake tensors, recorded operation by operation."""

@@ -1,0 +1,1 @@
+"""Inductor's plan for a model, read without a compiler."""

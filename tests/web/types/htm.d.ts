@@ -1,0 +1,2 @@
+declare const htm: { bind(h: unknown): (parts: TemplateStringsArray, ...values: unknown[]) => unknown };
+export default htm;
